@@ -62,9 +62,7 @@ def make_tokenizer(corpus: Path, work: Path) -> None:
     bpe = ByteLevelBPETokenizer()
     sample = [train[i : i + 10_000] for train, _ in parts.values() for i in range(0, 1_000_000, 10_000)]
     bpe.train_from_iterator(sample, vocab_size=VOCAB, special_tokens=SPECIAL, show_progress=False)
-    tok = PreTrainedTokenizerFast(
-        tokenizer_object=bpe._tokenizer, eos_token=SPECIAL[0], pad_token=SPECIAL[0]
-    )
+    tok = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token=SPECIAL[0], pad_token=SPECIAL[0])
     tok.save_pretrained(work / "tokenizer")
     for name, (train, held) in parts.items():
         for part, text in (("train", train), ("held", held)):

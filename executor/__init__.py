@@ -1,0 +1,1 @@
+"""Real inference under the same policies."""

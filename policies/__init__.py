@@ -1,0 +1,1 @@
+"""The policy contract and the policies. No torch, no simpy, no clock."""

@@ -1,0 +1,120 @@
+"""Which experts sit in which slot. Capacity and physical slots are kept here, preferences are not.
+
+Assumptions: all experts have one size; experts are read-only, so evicting one copies nothing; a copy on its way
+already owns the slot it will land in; experts fetched for the running layer wait in staging slots until the layer ends.
+"""
+
+from collections.abc import Collection, Iterator
+
+from .interface import Key
+
+
+class Residency:
+    """Slots, their occupants, and the copies that are on their way into one.
+
+    `capacity` has one entry a layer, or a single one for a pool shared by all layers. Physical slots are numbered
+    from 0; `staging` of them are beyond the capacity.
+    """
+
+    def __init__(self, layers: int, capacity: tuple[int, ...], staging: int) -> None:
+        self.capacity = capacity
+        self.staging = staging
+        self.resident: dict[Key, int] = {}
+        self.flying: dict[Key, int] = {}
+        self.staged: dict[Key, int] = {}
+        self._by_layer: list[set[int]] = [set() for _ in range(layers)]
+        self._used = [0] * len(capacity)
+        self._free = list(range(sum(capacity) + staging))[::-1]
+
+    @property
+    def physical_slots(self) -> int:
+        return sum(self.capacity) + self.staging
+
+    def _scope(self, layer: int) -> int:
+        return layer if len(self.capacity) > 1 else 0
+
+    def free(self, layer: int) -> int:
+        scope = self._scope(layer)
+        return self.capacity[scope] - self._used[scope]
+
+    def residents(self, layer: int) -> list[int]:
+        return sorted(self._by_layer[layer])
+
+    def slot(self, key: Key) -> int:
+        """Physical slot of a resident, staged or flying expert; KeyError if it is none of these."""
+        for where in (self.resident, self.staged, self.flying):
+            if key in where:
+                return where[key]
+        raise KeyError(key)
+
+    def stage(self, key: Key) -> None:
+        assert len(self.staged) < self.staging
+        self.staged[key] = self._free.pop()
+
+    def unstage(self, key: Key) -> None:
+        self._free.append(self.staged.pop(key))
+
+    def admit(self, key: Key) -> None:
+        """Keep a staged expert: its staging slot becomes its own, nothing is copied."""
+        assert self.free(key.layer) > 0
+        self._settle(key, self.staged.pop(key))
+        self._used[self._scope(key.layer)] += 1
+
+    def place(self, key: Key) -> None:
+        """Make an expert resident at once, before the first step."""
+        self.take_off(key)
+        self.land(key)
+
+    def take_off(self, key: Key) -> None:
+        """Reserve a slot for a copy that starts now."""
+        assert self.free(key.layer) > 0
+        self.flying[key] = self._free.pop()
+        self._used[self._scope(key.layer)] += 1
+
+    def land(self, key: Key) -> None:
+        self._settle(key, self.flying.pop(key))
+
+    def evict(self, key: Key) -> None:
+        self._free.append(self.resident.pop(key))
+        self._by_layer[key.layer].remove(key.expert)
+        self._used[self._scope(key.layer)] -= 1
+
+    def _settle(self, key: Key, slot: int) -> None:
+        self.resident[key] = slot
+        self._by_layer[key.layer].add(key.expert)
+
+    def candidates(self, layer: int, spared: Collection[Key]) -> "Evictable":
+        """Residents that may make room for an expert of `layer`."""
+        layers = range(len(self._by_layer)) if len(self.capacity) == 1 else range(layer, layer + 1)
+        return Evictable(self, layers, spared)
+
+    def check(self) -> None:
+        """Every slot is used once and no scope holds more than its capacity. Tests call this after every step."""
+        slots = [*self.resident.values(), *self.flying.values(), *self.staged.values(), *self._free]
+        assert sorted(slots) == list(range(self.physical_slots))
+        used = [0] * len(self.capacity)
+        for key in (*self.resident, *self.flying):
+            used[self._scope(key.layer)] += 1
+        assert used == self._used
+        assert all(u <= c for u, c in zip(used, self.capacity, strict=True))
+        assert sum(map(len, self._by_layer)) == len(self.resident)
+
+
+class Evictable:
+    """A live view of the residents of some layers, without the spared ones; ascending by (layer, expert)."""
+
+    def __init__(self, residency: Residency, layers: range, spared: Collection[Key]) -> None:
+        self._residency, self._layers, self._spared = residency, layers, spared
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._residency.resident and key[0] in self._layers and key not in self._spared  # type: ignore[index]
+
+    def __iter__(self) -> Iterator[Key]:
+        for layer in self._layers:
+            for expert in self._residency.residents(layer):
+                key = Key(layer, expert)
+                if key not in self._spared:
+                    yield key
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

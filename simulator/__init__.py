@@ -1,0 +1,1 @@
+"""A discrete-event model of one machine, and everything that is computed from its runs."""
