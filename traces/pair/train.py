@@ -77,11 +77,11 @@ def new_models() -> tuple[torch.nn.Module, torch.nn.Module]:
     """Untrained target (8 MoE layers, 32 experts, top-4) and draft (2 dense layers), one vocabulary."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    shared = dict(
-        vocab_size=VOCAB, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        max_position_embeddings=1024, rope_theta=10_000.0, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+    shared = {
+        "vocab_size": VOCAB, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "max_position_embeddings": 1024, "rope_theta": 10_000.0, "tie_word_embeddings": True,
+        "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
+    }  # fmt: skip
     target = Qwen3MoeConfig(
         **shared, num_hidden_layers=8, intermediate_size=256, moe_intermediate_size=48, num_experts=32,
         num_experts_per_tok=4, norm_topk_prob=True, decoder_sparse_step=1, output_router_logits=False,
