@@ -36,6 +36,7 @@ class ModelShape:
 
     `layers` counts all decoder layers, `moe_layers` lists the absolute indices of those with experts.
     `expert_bytes` is one expert (gate, up and down) in `dtype`; `dense_bytes` all other weights;
+    `embedding_bytes` is the part of these of which a pass reads only rows (0 where the head shares the table);
     `kv_bytes_per_token` the keys and values of all layers for one token of context.
     """
 
@@ -50,6 +51,7 @@ class ModelShape:
     expert_bytes: int
     dense_bytes: int
     kv_bytes_per_token: int
+    embedding_bytes: int = 0
 
     @property
     def all_expert_bytes(self) -> int:
