@@ -23,8 +23,12 @@ class Future:
         for step, ids in enumerate(routing):
             for layer in range(layers):
                 for expert in np.unique(ids[:, layer]).tolist():
-                    future._uses[layer][expert].append(step)
+                    future.add(Key(layer, expert), step)
         return future
+
+    def add(self, key: Key, step: int) -> None:
+        """Note a use; steps must come in ascending order."""
+        self._uses[key.layer][key.expert].append(step)
 
     def next_use(self, key: Key, step: int) -> int:
         """First step strictly after `step` that needs `key`, or `NEVER`."""

@@ -1,0 +1,200 @@
+"""A machine profile, and what it makes of a model: the times that the engine charges.
+
+A profile is a TOML file. Every entry is a quantity with a unit, a basis (`measured`, `spec`, `assumed`) and a source:
+
+    [link]
+    bandwidth = { value = "25 GB/s", basis = "measured", source = "nvbandwidth#15" }
+
+Assumptions: batch 1; one GPU; the achieved (not the theoretical) rates stand in the profile; a forward pass reads
+every dense weight once and the keys and values of its context once; the layers are alike.
+"""
+
+import re
+import tomllib
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ..policies.interface import Costs
+from ..traces.errors import InputError
+from ..traces.schema import DraftShape, ModelShape
+
+BASES = ("measured", "spec", "assumed", "emulated")
+TIME = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
+SIZE = {"MB": 1e6, "GB": 1e9, "MiB": 2.0**20, "GiB": 2.0**30}
+RATE = {f"{unit}/s": factor for unit, factor in SIZE.items()}
+COMPUTE = {"MFLOP/s": 1e6, "GFLOP/s": 1e9, "TFLOP/s": 1e12}
+COUNT = {"": 1.0}
+
+UNITS: dict[str, dict[str, float]] = {
+    "gpu.vram": SIZE,
+    "gpu.reserved": SIZE,
+    "gpu.bandwidth": RATE,
+    "gpu.compute": COMPUTE,
+    "gpu.launch": TIME,
+    "gpu.kernels_per_layer": COUNT,
+    "gpu.expert_fixed": TIME,
+    "gpu.step_fixed": TIME,
+    "gpu.draft_fixed": TIME,
+    "link.bandwidth": RATE,
+    "link.copy_fixed": TIME,
+    "host.bandwidth": RATE,
+    "cpu.bandwidth": RATE,
+    "cpu.compute": COMPUTE,
+    "cpu.first_expert": TIME,
+    "cpu.expert_fixed": TIME,
+    "cpu.hybrid_layer": TIME,
+    "policy.layer": TIME,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A number in base units (bytes, bytes/s, ns, FLOP/s), how it is known and from where."""
+
+    value: float
+    basis: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A profile: `name`, a line about it, and one `Quantity` for every entry of `UNITS`."""
+
+    name: str
+    title: str
+    quantities: dict[str, Quantity]
+
+    def __getitem__(self, entry: str) -> float:
+        return self.quantities[entry].value
+
+    @property
+    def assumed(self) -> list[str]:
+        """Entries that nobody measured."""
+        return [name for name, q in self.quantities.items() if q.basis == "assumed"]
+
+
+def machine_names() -> list[str]:
+    folder = resources.files(__package__) / "machines"
+    return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
+
+
+def load_machine(name: str) -> Machine:
+    """A preset by name or a profile by path. InputError names the file, the entry and the units that it takes."""
+    if name in machine_names():
+        text = (resources.files(__package__) / "machines" / f"{name}.toml").read_text()
+        return parse_machine(text, f"machine {name}")
+    path = Path(name)
+    if not path.is_file():
+        raise InputError(f"--machine: no preset or file named {name!r}; presets: {', '.join(machine_names())}")
+    return parse_machine(path.read_text(), str(path))
+
+
+def parse_machine(text: str, where: str) -> Machine:
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{where}: not valid TOML: {error}") from None
+    quantities = {entry: _quantity(data, entry, where) for entry in UNITS}
+    known = {e.split(".")[0] for e in UNITS}
+    for table, entries in data.items():
+        if isinstance(entries, dict):
+            for entry in entries:
+                if table not in known or f"{table}.{entry}" not in UNITS:
+                    raise InputError(f"{where}: unknown entry {table}.{entry}; known: {', '.join(UNITS)}")
+    return Machine(str(data.get("name", where)), str(data.get("title", "")), quantities)
+
+
+def _quantity(data: dict[str, Any], entry: str, where: str) -> Quantity:
+    table, name = entry.split(".")
+    given = data.get(table, {}).get(name)
+    units = UNITS[entry]
+    wanted = "a plain number" if units is COUNT else f"a number and one of {', '.join(units)}"
+    if not isinstance(given, dict) or "value" not in given:
+        raise InputError(f"{where}: {entry} is missing; write {entry} = {{ value = ..., basis = ..., source = ... }}")
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*(\S*)\s*", str(given["value"]))
+    if not match or match[2] not in units:
+        raise InputError(f"{where}: {entry} has the value {given['value']!r}; it takes {wanted}")
+    if given.get("basis") not in BASES:
+        raise InputError(f"{where}: {entry} needs a basis, one of {', '.join(BASES)}")
+    return Quantity(float(match[1]) * units[match[2]], given["basis"], str(given.get("source", "")))
+
+
+def show_machine(machine: Machine) -> str:
+    """TOML text that `parse_machine` reads back as the same profile."""
+    lines = [f'name = "{machine.name}"', f'title = "{machine.title}"']
+    table = ""
+    for entry, q in machine.quantities.items():
+        if entry.split(".")[0] != table:
+            table = entry.split(".")[0]
+            lines += ["", f"[{table}]"]
+        unit, factor = next(iter(UNITS[entry].items()))
+        value = f"{q.value / factor!r} {unit}".strip()
+        lines.append(f'{entry.split(".")[1]} = {{ value = "{value}", basis = "{q.basis}", source = "{q.source}" }}')
+    return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What one machine needs for one model (and draft), in ns: the experts' `costs` and everything around them."""
+
+    costs: Costs
+    dense_fixed_ns: int
+    dense_memory_ns: int
+    dense_token_ns: float
+    context_ns: float
+    step_ns: int
+    draft_token_ns: int
+    policy_ns: int
+    dram_bytes_per_s: int
+
+    def dense_ns(self, tokens: int, context: int) -> int:
+        """Attention, norms, router and shared expert of one layer for `tokens` new tokens after `context` others."""
+        work = max(self.dense_memory_ns, round(tokens * self.dense_token_ns))
+        return self.dense_fixed_ns + work + round((context + tokens) * self.context_ns)
+
+
+def rates_for(machine: Machine, shape: ModelShape, draft: DraftShape | None = None) -> Rates:
+    """Price a model on a machine. The draft's weights are read once for every drafted token."""
+    m = machine
+    params = 3 * shape.hidden * shape.expert_width
+    expert_flop = 2 * params
+    read_ns = 1e9 / m["gpu.bandwidth"]
+    costs = Costs(
+        gpu_fixed_ns=round(m["gpu.expert_fixed"]),
+        gpu_memory_ns=round(shape.expert_bytes * read_ns),
+        gpu_token_ns=expert_flop * 1e9 / m["gpu.compute"],
+        cpu_first_ns=round(m["cpu.first_expert"]),
+        cpu_fixed_ns=round(m["cpu.expert_fixed"]),
+        cpu_memory_ns=round(shape.expert_bytes * 1e9 / m["cpu.bandwidth"]),
+        cpu_token_ns=expert_flop * 1e9 / m["cpu.compute"],
+        hybrid_ns=round(m["cpu.hybrid_layer"]),
+        copy_fixed_ns=round(m["link.copy_fixed"]),
+        copy_bytes_ns=round(shape.expert_bytes * 1e9 / m["link.bandwidth"]),
+    )
+    layer_bytes = (shape.dense_bytes - shape.embedding_bytes) / shape.layers
+    weight_bytes = 4 if shape.dtype == "float32" else 2
+    launch_ns = m["gpu.kernels_per_layer"] * m["gpu.launch"]
+    return Rates(
+        costs=costs,
+        dense_fixed_ns=round(launch_ns),
+        dense_memory_ns=round(layer_bytes * read_ns),
+        dense_token_ns=2 * layer_bytes / weight_bytes * 1e9 / m["gpu.compute"],
+        context_ns=shape.kv_bytes_per_token / shape.layers * read_ns,
+        step_ns=round(m["gpu.step_fixed"]),
+        draft_token_ns=_draft_ns(m, draft) if draft else 0,
+        policy_ns=round(m["policy.layer"]),
+        dram_bytes_per_s=round(m["host.bandwidth"]),
+    )
+
+
+def _draft_ns(machine: Machine, draft: DraftShape) -> int:
+    launch_ns = machine["gpu.kernels_per_layer"] * machine["gpu.launch"]
+    read_ns = draft.dense_bytes * 1e9 / machine["gpu.bandwidth"]
+    return round(machine["gpu.draft_fixed"] + draft.layers * launch_ns + read_ns)
+
+
+def free_costs(costs: Costs) -> Costs:
+    """The same shape with every time zero: what the count-only replay prices with."""
+    return Costs(**{f.name: 0 for f in fields(costs)})
