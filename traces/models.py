@@ -1,0 +1,264 @@
+"""Find, check and load a target/draft pair, and measure its shape.
+
+Everything that can be refused is refused from configurations and tokenizers, before a weight is read.
+"""
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from .errors import InputError
+from .schema import DraftShape, ModelShape
+
+PAIR = Path(__file__).parent / "pair"
+EMBEDDED = "embedded"
+DTYPES = ("float32", "bfloat16", "float16")
+LAYER = re.compile(r"\blayers?\.(\d+)\.")
+
+
+class MoeBlock(NamedTuple):
+    """One MoE layer's parts: absolute layer number, the module that chooses, the module that computes."""
+
+    layer: int
+    gate: torch.nn.Module
+    experts: torch.nn.Module
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A loaded target and, unless decoding is to be plain, its draft; `stop_tokens` are the target's end tokens."""
+
+    target: Any
+    draft: Any | None
+    tokenizer: Any
+    shape: ModelShape
+    draft_shape: DraftShape | None
+    stop_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model that is named but not read: where it is, its configuration and tokenizer."""
+
+    flag: str
+    name: str
+    place: str
+    config: Any
+    tokenizer: Any
+
+
+def load_pair(
+    target: str | Path | None = None,
+    draft: str | Path | None = None,
+    dtype: str = "float32",
+    device: str = "cpu",
+    experts: str | None = None,
+) -> Pair:
+    """Load a pair by folder or Hugging Face name; target None is the embedded one, which brings its draft.
+
+    Draft "none", or no draft with another target, means plain decoding. `dtype` "auto" keeps the checkpoint's; `experts`
+    names an experts implementation of transformers. Raises InputError: no such model, no experts, tokenizers that
+    differ, weights that are damaged or incomplete.
+    """
+    with _quiet():
+        big, small = find_pair(target, draft)
+        shape = model_shape(big.config, big.name, _dtype_of(big.config, dtype))
+        draft_shape = None
+        if small is not None:
+            check_tokenizers(big, small)
+            draft_shape = measure_draft(small.config, small.name, _dtype_of(small.config, dtype))
+        model = _load(big, shape.dtype, device, experts)
+        helper = None if small is None else _load(small, _dtype_of(small.config, dtype), device)
+    return Pair(model, helper, big.tokenizer, shape, draft_shape, stop_tokens(model))
+
+
+def find_pair(target: str | Path | None, draft: str | Path | None) -> tuple[Source, Source | None]:
+    """Where both models are, from what the flags say (see `load_pair`)."""
+    big = find_model("--target", target, "target")
+    if draft is None and target is None:
+        return big, find_model("--draft", None, "draft")
+    if draft is None or str(draft) == "none":
+        return big, None
+    return big, find_model("--draft", draft, "draft")
+
+
+def find_model(flag: str, name: str | Path | None, role: str) -> Source:
+    """Configuration and tokenizer of a folder, a hub name, or (None) the embedded model in that role."""
+    place = str(PAIR / role) if name is None or str(name) == EMBEDDED else str(name)
+    if place.startswith((".", "/", "~")) or place.count("/") > 1 or Path(place).is_dir():
+        place = str(Path(place).expanduser())
+        if not Path(place).is_dir():
+            raise InputError(f"{flag} {name or EMBEDDED}: no such folder; give a folder or a Hugging Face name")
+        if not (Path(place) / "config.json").is_file():
+            raise InputError(f"{flag} {name or EMBEDDED}: the folder has no config.json; give a saved model's folder")
+    try:
+        config = AutoConfig.from_pretrained(place)
+        tokenizer = AutoTokenizer.from_pretrained(place)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(
+            f"{flag} {name or EMBEDDED}: cannot be read here ({_first_line(error)}); give a saved model's folder, or "
+            "a Hugging Face name that is in the local cache or reachable"
+        ) from None
+    shown = f"{EMBEDDED} {role}" if place == str(PAIR / role) else str(name)
+    return Source(flag, shown, place, config, tokenizer)
+
+
+def check_tokenizers(target: Source, draft: Source) -> None:
+    """Raise InputError unless every token id means the same to both models.
+
+    Ids that only one tokenizer has are tolerated at the end (added tokens), if both models have rows for them.
+    """
+    ours, theirs = _strings(target.tokenizer), _strings(draft.tokenizer)
+    sizes = f"target {target.name} has {len(ours)} tokens, draft {draft.name} {len(theirs)}"
+    advice = (
+        "a draft must be trained with the target's tokenizer, for example Qwen/Qwen3-0.6B for Qwen/Qwen3-30B-A3B; "
+        "or use --draft none"
+    )
+    common = min(max(ours), max(theirs)) + 1
+    for token in range(common):
+        if ours.get(token) != theirs.get(token):
+            raise InputError(
+                f"{draft.flag}: the tokenizers differ ({sizes}): id {token} is {ours.get(token)!r} in the target and "
+                f"{theirs.get(token)!r} in the draft; {advice}"
+            )
+    rows = min(s.config.get_text_config().vocab_size for s in (target, draft))
+    needed = max(max(ours), max(theirs)) + 1
+    if rows < needed:
+        raise InputError(
+            f"{draft.flag}: the tokenizers differ ({sizes}): id {common} exists in one only, and the smaller model "
+            f"has {rows} rows where {needed} are needed; {advice}"
+        )
+
+
+def model_shape(config: Any, name: str, dtype: str = "float32") -> ModelShape:
+    """Shape of a target from its configuration alone: the model is laid out on torch's meta device and counted.
+
+    Raises InputError for a model without experts.
+    """
+    with _quiet():
+        model = skeleton(config)
+    blocks = moe_blocks(model)
+    if not blocks:
+        raise InputError(
+            f"--target {name}: {type(model).__name__} has no routed experts to trace; give a mixture-of-experts "
+            "model such as Qwen/Qwen3-30B-A3B"
+        )
+    text = config.get_text_config()
+    size = torch.finfo(getattr(torch, dtype)).bits // 8
+    routed = sum(p.numel() for block in blocks for p in block.experts.parameters())
+    experts = int(getattr(blocks[0].experts, "num_experts", text.num_experts))
+    return ModelShape(
+        name=name,
+        layers=text.num_hidden_layers,
+        moe_layers=tuple(block.layer for block in blocks),
+        experts=experts,
+        top_k=text.num_experts_per_tok,
+        hidden=text.hidden_size,
+        expert_width=getattr(text, "moe_intermediate_size", None) or text.intermediate_size,
+        dtype=dtype,
+        expert_bytes=routed // (experts * len(blocks)) * size,
+        dense_bytes=(sum(p.numel() for p in model.parameters()) - routed) * size,
+        kv_bytes_per_token=_kv_numbers(text) * size,
+    )
+
+
+def measure_draft(config: Any, name: str, dtype: str = "float32") -> DraftShape:
+    """Shape of a draft from its configuration alone."""
+    with _quiet():
+        model = skeleton(config)
+    text = config.get_text_config()
+    size = torch.finfo(getattr(torch, dtype)).bits // 8
+    count = sum(p.numel() for p in model.parameters())
+    return DraftShape(name, text.num_hidden_layers, count * size, _kv_numbers(text) * size)
+
+
+def skeleton(config: Any) -> Any:
+    """The model without its weights: every parameter on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def moe_blocks(model: torch.nn.Module) -> list[MoeBlock]:
+    """The MoE layers of any model that keeps a layer's routed experts in one module beside a gate, in layer order."""
+    found = []
+    for path, module in model.named_modules():
+        experts = getattr(module, "experts", None)
+        gate = getattr(module, "gate", None) or getattr(module, "router", None)
+        number = LAYER.search(path + ".")
+        if number and isinstance(experts, torch.nn.Module) and isinstance(gate, torch.nn.Module):
+            found.append(MoeBlock(int(number[1]), gate, experts))
+    return sorted(found, key=lambda block: block.layer)
+
+
+def stop_tokens(model: Any) -> tuple[int, ...]:
+    """The ids that end a text, of which a model may have several."""
+    ids = model.generation_config.eos_token_id
+    return () if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)
+
+
+def _kv_numbers(text: Any) -> int:
+    """Keys and values of all layers for one token, in numbers (grouped heads)."""
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * text.num_key_value_heads * head
+
+
+def _dtype_of(config: Any, wanted: str) -> str:
+    if wanted == "auto":
+        return str(config.get_text_config().dtype or "float32").removeprefix("torch.")
+    if wanted not in DTYPES:
+        raise InputError(f"--dtype {wanted}: unknown; choose auto, {', '.join(DTYPES)}")
+    return wanted
+
+
+def _load(source: Source, dtype: str, device: str, experts: str | None = None) -> Any:
+    """Read the weights. A missing tensor is an error: transformers would fill it with random numbers and only warn."""
+    choice = {"experts_implementation": experts} if experts else {}
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source.place, dtype=getattr(torch, dtype), output_loading_info=True, **choice
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise InputError(
+            f"{source.flag} {source.name}: the weights cannot be read ({_first_line(error)}); fetch the model again"
+        ) from None
+    for problem in ("missing_keys", "mismatched_keys"):
+        if report[problem]:
+            first = sorted(report[problem], key=str)[0]
+            raise InputError(
+                f"{source.flag} {source.name}: {len(report[problem])} weights with {problem.replace('_', ' ')}, first "
+                f"{first}; the checkpoint does not fit its config.json"
+            )
+    return model.to(device).eval()
+
+
+def _strings(tokenizer: Any) -> dict[int, str]:
+    return {number: string for string, number in tokenizer.get_vocab().items()}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings or progress bars of transformers where nobody watches; its errors reach the user as ours."""
+    log = transformers.utils.logging
+    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    if not sys.stderr.isatty():
+        log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(level)
+        if bars:
+            log.enable_progress_bar()
