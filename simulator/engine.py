@@ -28,7 +28,7 @@ GPU_LABELS = ("dense", "expert", "draft", "step", "wait_copy", "wait_cpu", "hybr
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One step: where every nanosecond of it went, on every resource. Each dict's values and idle add up to `wall_ns`."""
+    """One step: where each of its nanoseconds went. On every resource the values and idle add up to `wall_ns`."""
 
     kind: Kind
     tokens: int
