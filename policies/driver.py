@@ -162,9 +162,9 @@ class Driver:
         if key is None:
             return None
         self._check_key(key)
-        if key in self.cache.resident or key in self.cache.flying:
+        if self.cache_view.resident(key) or self.cache_view.in_flight(key):
             self._fail(f"asked to fetch expert {key.expert} of layer {key.layer}, which is already there or on its way")
-        if key in self.cache.staged or not self._make_room(key, self._pinned):
+        if not self._make_room(key, self._pinned):
             self._ask(self.policy.transfer_dropped, key)
             return None
         self.cache.take_off(key)
@@ -309,7 +309,7 @@ class CacheView:
         return key in self._cache.resident
 
     def in_flight(self, key: Key) -> bool:
-        return key in self._cache.flying
+        return key in self._cache.flying or key in self._cache.staged
 
     def residents(self, layer: int) -> list[int]:
         return self._cache.residents(layer)

@@ -22,8 +22,11 @@ class Ahead(Fetch):
 
     scope = "global"
 
+    def setup(self, setup):
+        self.layers = setup.layers
+
     def next_fetch(self, view):
-        keys = (Key(layer, 0) for layer in range(10))
+        keys = (Key(layer, 0) for layer in range(self.layers))
         return next((k for k in keys if not view.resident(k) and not view.in_flight(k)), None)
 
 
@@ -98,7 +101,9 @@ def test_serial_tiers_add_up():
 
 
 routing = st.lists(
-    st.lists(st.lists(st.sets(st.integers(0, 5), min_size=2, max_size=2), min_size=3, max_size=3), min_size=1, max_size=4),
+    st.lists(
+        st.lists(st.sets(st.integers(0, 5), min_size=2, max_size=2), min_size=3, max_size=3), min_size=1, max_size=4
+    ),
     min_size=1,
     max_size=6,
 )
@@ -120,7 +125,9 @@ def test_every_nanosecond_is_accounted_for(tokens, copy, cpu, slots, dram):
 
         def next_fetch(self, view):
             keys = (Key(la, e) for la in range(3) for e in range(6))
-            return next((k for k in keys if view.free(k.layer) and not view.resident(k) and not view.in_flight(k)), None)
+            return next(
+                (k for k in keys if view.free(k.layer) and not view.resident(k) and not view.in_flight(k)), None
+            )
 
         def victim(self, incoming, candidates, view):
             return next(iter(candidates), None)
@@ -129,7 +136,9 @@ def test_every_nanosecond_is_accounted_for(tokens, copy, cpu, slots, dram):
         step([[sorted(layer) for layer in token] for token in t], drafted=len(t) - 1, accepted=(len(t) - 1) // 2)
         for t in tokens
     ]
-    times = rates(copy=copy, cpu=cpu, gpu=7, dense=11, hybrid=3, dram=dram * 10**9, step_ns=5, copy_fixed=2, policy_ns=1)
+    times = rates(
+        copy=copy, cpu=cpu, gpu=7, dense=11, hybrid=3, dram=dram * 10**9, step_ns=5, copy_fixed=2, policy_ns=1
+    )
     engine = play(steps, Mixed(), times, experts=6, slots=[slots] * 3)
     assert sum(s.wall_ns for s in engine.steps) == engine.now
     for s in engine.steps:

@@ -35,7 +35,9 @@ def test_toy_sequences_o15(keys, slots, policy, hits):
     assert (driver.total.hits, driver.total.needed) == (hits, len(keys))
 
 
-@pytest.mark.parametrize(("scope", "slots", "hits"), [("global", 7, 0), ("global", 8, 32), ("layer", 1, 0), ("layer", 2, 32)])
+@pytest.mark.parametrize(
+    ("scope", "slots", "hits"), [("global", 7, 0), ("global", 8, 32), ("layer", 1, 0), ("layer", 2, 32)]
+)
 def test_layer_order_thrashes_a_global_lru_one_slot_too_small_o16(scope, slots, hits):
     steps = decode(*[[0, 1]] * 5, layers=4)
     pool = [slots] if scope == "global" else [slots] * 4
