@@ -2,11 +2,13 @@
 
     python -m moe_spac.traces.pair.train tokenizer --corpus DIR --work W
     python -m moe_spac.traces.pair.train fit --work W --steps 3000      (again: continues)
+    python -m moe_spac.traces.pair.train distill --work W --rounds 120  (again: continues)
     python -m moe_spac.traces.pair.train export --work W -o traces/pair
 
 DIR holds the six text files named in `CORPUS`; where they come from is in `README.md` beside this file. The last
 3 % of every domain is never trained on: prompts and the reported losses come from it. The draft learns from
-the target's own distribution on the same batches while the target learns from the text.
+the target's own distribution on the same batches while the target learns from the text, and then, the target being
+frozen, on text that the target itself writes, which is what it will have to guess.
 """
 
 import argparse
@@ -180,6 +182,52 @@ def fit(work: Path, steps: int) -> None:
             checkpoint.with_suffix(".tmp").replace(checkpoint)
 
 
+def write_text(target, data: list[np.ndarray], rng: np.random.Generator, rows: int = 48) -> torch.Tensor:
+    """[rows, 128] tokens: 32 of the corpus and 96 that the target continues with, two rows of three greedily."""
+    starts = batch(data, rng, rows)[:, :32]
+    cut = rows * 2 // 3
+    settings = {"max_new_tokens": 96, "min_new_tokens": 96, "pad_token_id": 0}
+    with torch.inference_mode():
+        greedy = target.generate(starts[:cut], do_sample=False, **settings)
+        sampled = target.generate(starts[cut:], do_sample=True, temperature=0.8, **settings)
+    return torch.cat([greedy, sampled]).clone()
+
+
+def distill(work: Path, rounds: int) -> None:
+    """Train the draft alone on the target's own writing, from the checkpoint; the target stays as it is."""
+    saved = torch.load(work / "checkpoint.pt", weights_only=True)
+    target, draft = new_models()
+    target.load_state_dict(saved["models"][0])
+    draft.load_state_dict(saved["models"][1])
+    target.eval().requires_grad_(False)
+    opt, done = optimizer(draft), saved.get("distilled", 0)
+    data = [np.load(work / f"{name}.train.npy", mmap_mode="r") for name in CORPUS]
+    for number in range(done, rounds):
+        rng = np.random.default_rng(9_000_000 + number)
+        torch.manual_seed(number)
+        text = write_text(target, data, rng)
+        for group in opt.param_groups:
+            group["lr"] = 1.5e-3 * (1 - 0.9 * number / rounds)
+        agree = [_distill_step(target, draft, opt, text[i : i + 12]) for _ in range(2) for i in range(0, len(text), 12)]
+        print(f"round {number + 1}/{rounds} next-token agreement {np.mean(agree):.3f}", flush=True)
+        saved["models"][1], saved["distilled"] = draft.state_dict(), number + 1
+        if (number + 1) % 10 == 0:
+            torch.save(saved, work / "checkpoint.pt")
+
+
+def _distill_step(target, draft, opt: torch.optim.Optimizer, ids: torch.Tensor) -> float:
+    with torch.no_grad():
+        teacher = target(input_ids=ids, use_cache=False).logits[:, 31:-1].flatten(0, 1)
+    guess = draft(input_ids=ids, use_cache=False).logits[:, 31:-1].flatten(0, 1)
+    # The greedy choice is what verification compares with, so it counts beside the whole distribution.
+    kl = F.kl_div(guess.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="batchmean")
+    (0.5 * kl + 0.5 * F.cross_entropy(guess, teacher.argmax(-1))).backward()
+    torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+    opt.step()
+    opt.zero_grad(set_to_none=True)
+    return (guess.argmax(-1) == teacher.argmax(-1)).float().mean().item()
+
+
 def held_out_loss(model: torch.nn.Module, work: Path, rows: int = 24) -> dict[str, float]:
     """Mean next-token loss in nats on the first `rows` held-out rows of each domain."""
     losses = {}
@@ -199,7 +247,11 @@ def export(work: Path, out: Path) -> None:
     models = new_models()
     saved = torch.load(work / "checkpoint.pt", weights_only=True)
     tok = AutoTokenizer.from_pretrained(work / "tokenizer")
-    facts = {"steps": saved["step"], "tokens": saved["step"] * ROW * BATCH}
+    facts = {
+        "steps": saved["step"],
+        "tokens": saved["step"] * ROW * BATCH,
+        "distillation_rounds": saved.get("distilled", 0),
+    }
     for name, model, state in zip(("target", "draft"), models, saved["models"], strict=True):
         model.load_state_dict(state)
         model.to(torch.bfloat16).save_pretrained(out / name)
@@ -219,16 +271,19 @@ def export(work: Path, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb in ("tokenizer", "fit", "export"):
+    for verb in ("tokenizer", "fit", "distill", "export"):
         verbs.add_parser(verb).add_argument("--work", type=Path, required=True)
     verbs.choices["tokenizer"].add_argument("--corpus", type=Path, required=True)
     verbs.choices["fit"].add_argument("--steps", type=int, default=3000)
+    verbs.choices["distill"].add_argument("--rounds", type=int, default=120)
     verbs.choices["export"].add_argument("-o", dest="out", type=Path, required=True)
     a = parser.parse_args()
     if a.verb == "tokenizer":
         make_tokenizer(a.corpus, a.work)
     elif a.verb == "fit":
         fit(a.work, a.steps)
+    elif a.verb == "distill":
+        distill(a.work, a.rounds)
     else:
         export(a.work, a.out)
 
