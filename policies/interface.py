@@ -174,7 +174,7 @@ class Policy:
     channels: ClassVar[frozenset[str]] = frozenset()  # forecasts it may receive; all others are closed to it
     clairvoyant: ClassVar[bool] = False  # gets the future through `reveal`; refused by live hosts
     lossless: ClassVar[bool] = True
-    serial_tiers: ClassVar[bool] = False  # CPU experts finish before GPU experts start, as in some releases
+    serial_tiers: bool = False  # CPU experts finish before GPU experts start, as in some releases
     scope: Scope = "layer"
 
     # Told

@@ -1,0 +1,55 @@
+"""MoE-SpAc's workload balancer: which utility makes an expert hot, so that CPU and GPU finish together.
+
+The paper solves a small integer program a layer and gives no formula that we could read; the released code has a
+constant. Objective and constraints are the paper's in words (least |T_cpu - T_gpu| under link time and GPU memory), the
+formulas are ours.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .interface import Costs
+
+
+def expected_ns(loads: np.ndarray, costs: Costs) -> tuple[np.ndarray, np.ndarray]:
+    """(GPU, CPU) time of every expert for an expected number of tokens, [E] float; nothing below half a token."""
+    used = loads >= 0.5
+    gpu = used * (costs.gpu_fixed_ns + np.maximum(costs.gpu_memory_ns, loads * costs.gpu_token_ns))
+    cpu = used * (costs.cpu_fixed_ns + np.maximum(costs.cpu_memory_ns, loads * costs.cpu_token_ns))
+    return gpu, cpu
+
+
+def best_threshold(
+    utility: np.ndarray,
+    resident: np.ndarray,
+    gpu_ns: np.ndarray,
+    cpu_ns: np.ndarray,
+    room: Sequence[int],
+    copy_ns: float,
+    budget_ns: float,
+    cpu_first_ns: float = 0.0,
+) -> int:
+    """The threshold tau in 1..K+1 that balances a layer; experts with utility >= tau are hot.
+
+    utility: [E] ints in 0..K; resident: [E] bool; gpu_ns, cpu_ns: [E] time of each expert on either side; room: slots
+    that could take an expert under each threshold 0..K+1 (so K = len(room) - 2). Minimises |T_cpu - T_gpu| with hot
+    experts on the GPU and cold ones on the CPU (`cpu_first_ns` once, if any cold one has work) subject to
+    copies * copy_ns <= budget_ns and copies <= room[tau], copies being the hot experts that are not resident. Ties go
+    to the larger tau, which copies less. tau = K+1 copies nothing and is always feasible. Trying all K+1 values is the
+    exact solution of the integer program.
+    """
+    levels = len(room) - 1
+    gpu = np.bincount(utility, gpu_ns, levels).tolist()
+    cpu = np.bincount(utility, cpu_ns, levels).tolist()
+    missing = np.bincount(utility[~resident], minlength=levels).tolist()
+    best, least = levels, float("inf")
+    for tau in range(levels, 0, -1):
+        copies = sum(missing[tau:])
+        if copies * copy_ns > budget_ns:
+            break
+        t_cpu = sum(cpu[:tau])
+        gap = abs(t_cpu + (cpu_first_ns if t_cpu else 0.0) - sum(gpu[tau:]))
+        if gap < least and copies <= room[tau]:
+            best, least = tau, gap
+    return best

@@ -1,0 +1,253 @@
+"""HybriMoE: a scheduler for CPU, GPU and link, a score-based cache, and prefetch by the time it would save."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from ..traces.schema import Kind
+from .hss import RELEASE_COSTS, Schedule, paper_schedule, release_schedule
+from .interface import Candidates, Demand, Forecast, Key, Policy, Setup, StepInfo, View, Where
+
+
+def top_scores(demand: Demand, keep: int, experts: int) -> np.ndarray:
+    """TopP of each token's router scores, [n, E]: the `keep` largest stay, the others are 0.
+
+    Where the trace has no full scores the weights of the chosen experts stand in for them, and 1/k each where it has
+    no weights either. Scores with negative values are taken for logits and go through a softmax first.
+    """
+    n, k = demand.ids.shape
+    if demand.scores is None:
+        chosen = np.full((n, k), 1.0 / k) if demand.weights is None else demand.weights.astype(np.float64)
+        scores = np.zeros((n, experts))
+        np.put_along_axis(scores, demand.ids.astype(np.intp), chosen, axis=1)
+        return scores
+    scores = demand.scores.astype(np.float64)
+    if scores.min() < 0:
+        scores = np.exp(scores - scores.max(axis=1, keepdims=True))
+        scores /= scores.sum(axis=1, keepdims=True)
+    if keep < experts:
+        dropped = np.argsort(-scores, axis=1, kind="stable")[:, keep:]
+        np.put_along_axis(scores, dropped, 0.0, axis=1)
+    return scores
+
+
+class MrsScores:
+    """Minus-recent-score cache order: per layer S = alpha * TopP(s) + (1 - alpha) * S, the smallest S goes first."""
+
+    def __init__(self, layers: int, experts: int, alpha: float, keep: int) -> None:
+        self.scores = np.zeros((layers, experts))
+        self._used = np.full((layers, experts), -1)
+        self._event = 0
+        self._alpha, self._keep = alpha, keep
+
+    def update(self, demand: Demand, first_row: bool) -> None:
+        """One iteration: the mean of all tokens' scores, or only the first token's."""
+        self._event += 1
+        self._used[demand.layer, list(demand.experts)] = self._event
+        rows = top_scores(demand, self._keep, self.scores.shape[1])
+        seen = rows[0] if first_row else rows.mean(axis=0)
+        self.scores[demand.layer] += self._alpha * (seen - self.scores[demand.layer])
+
+    def ascending(self, layer: int, experts: Sequence[int]) -> list[int]:
+        """Experts by (score, last use, id)."""
+        ids = np.asarray(experts, dtype=np.intp)
+        return ids[np.lexsort((ids, self._used[layer, ids], self.scores[layer, ids]))].tolist()
+
+
+class _HybriMoe(Policy):
+    """What paper and release share: cache order, admission of everything fetched, placement."""
+
+    _setup: Setup
+    _mrs: MrsScores
+
+    def _start(self, setup: Setup, alpha: float, p: int) -> None:
+        self._setup = setup
+        self._mrs = MrsScores(setup.layers, setup.experts, alpha, p or 2 * setup.top_k)
+
+    def _split(self, demand: Demand, view: View) -> tuple[list[int], list[int], int]:
+        """Residents and missing experts by descending load, and how many of the latter, put first, are on their way."""
+        load = demand.load()
+        ranked = sorted(demand.experts, key=lambda e: -load[e])
+        resident = [e for e in ranked if view.resident(Key(demand.layer, e))]
+        coming = [e for e in ranked if view.in_flight(Key(demand.layer, e))]
+        there = {*resident, *coming}
+        return resident, coming + [e for e in ranked if e not in there], len(coming)
+
+    def _first_victim(self, layer: int, candidates: Candidates, view: View, spared: Iterable[int] = ()) -> Key | None:
+        for expert in self._mrs.ascending(layer, view.residents(layer)):
+            key = Key(layer, expert)
+            if expert not in spared and key in candidates:
+                return key
+        return None
+
+    def _place(self, how: str) -> Iterable[Key]:
+        rng = np.random.default_rng(self._setup.seed)
+        for layer, slots in enumerate(self._setup.slots):
+            order = rng.permutation(self._setup.experts) if how == "random" else np.arange(self._setup.experts)
+            if how != "empty":
+                yield from (Key(layer, e) for e in sorted(order[:slots].tolist()))
+
+
+def _answer(schedule: Schedule, order: Sequence[int]) -> list[tuple[int, Where]]:
+    lanes = ((schedule.gpu, Where.GPU), (schedule.copies, Where.FETCH), (schedule.cpu, Where.CPU))
+    return [(order[i], where) for items, where in lanes for i in items]
+
+
+@dataclass
+class HybriMoe(_HybriMoe):
+    """Hybrid CPU/GPU scheduling, MRS cache and impact-driven prefetch (HybriMoE paper, arXiv 2504.05897).
+
+    Theirs: the three-timeline scheduler (`paper_schedule`), S = alpha * TopP(s) + (1 - alpha) * S with p = 2k and the
+    smallest S evicted, prefetch of the expert that saves most time when the next `horizon` = 3 layers are planned with
+    and without it, from those layers' gates applied to the present hidden state (channel "next-gate"); random start.
+    Ours: alpha = 0.5 (the release's; the paper's value is not known), a batch counts once with the mean of its tokens'
+    scores, experts that a forecast needs are not evicted for a prefetch of the same layer, and equal impacts go to the
+    nearest layer. Times come from the machine's `Costs`, not from the paper's three-parameter model.
+    """
+
+    name: ClassVar[str] = "hybrimoe"
+    channels: ClassVar[frozenset[str]] = frozenset({"next-gate"})
+    alpha: float = 0.5
+    p: int = 0  # 0: twice top-k
+    horizon: int = 3
+    prefetch: bool = True
+    start: Literal["random", "first", "empty"] = "random"
+
+    def setup(self, setup: Setup) -> None:
+        self._start(setup, self.alpha, self.p)
+        self._layer = -1
+        self._ahead: dict[int, dict[int, int]] = {}
+        self._dropped: set[Key] = set()
+        costs, cpu = setup.costs, setup.cpu
+
+        @lru_cache(maxsize=1 << 14)
+        def plan(resident: tuple[int, ...], missing: tuple[int, ...], coming: int) -> Schedule:
+            return paper_schedule(resident, missing, costs, cpu, coming)
+
+        self._plan = plan
+
+    def placement(self) -> Iterable[Key]:
+        return self._place(self.start)
+
+    def step_begins(self, step: StepInfo) -> None:
+        self._layer = -1
+        self._ahead.clear()
+
+    def forecast(self, forecast: Forecast) -> None:
+        self._ahead[forecast.layer] = {e: max(1, round(n)) for e, n in sorted(forecast.counts.items())}
+        self._dropped = {key for key in self._dropped if key.layer != forecast.layer}
+
+    def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
+        self._layer = demand.layer
+        self._ahead.pop(demand.layer, None)
+        self._mrs.update(demand, first_row=False)
+        resident, missing, coming = self._split(demand, view)
+        load = demand.load()
+        schedule = self._plan(tuple(load[e] for e in resident), tuple(load[e] for e in missing), coming)
+        return _answer(schedule, resident + missing)
+
+    def next_fetch(self, view: View) -> Key | None:
+        if not self.prefetch or not self._ahead:
+            return None
+        best: tuple[int, Key] | None = None
+        for layer in range(self._layer + 1, self._layer + 1 + self.horizon):
+            for saved, key in self._impacts(layer, view):
+                if saved > 0 and (best is None or saved > best[0]):
+                    best = (saved, key)
+        return None if best is None else best[1]
+
+    def _impacts(self, layer: int, view: View) -> Iterable[tuple[int, Key]]:
+        """Makespan saved by having one more expert of `layer`; experts of equal load save the same, the first counts.
+
+        What is on its way counts as there.
+        """
+        there: list[int] = []
+        absent: list[int] = []
+        first: dict[int, Key] = {}
+        for expert, load in self._ahead.get(layer, {}).items():
+            key = Key(layer, expert)
+            if view.resident(key) or view.in_flight(key):
+                there.append(load)
+            else:
+                absent.append(load)
+                if key not in self._dropped:
+                    first.setdefault(load, key)
+        there.sort(reverse=True)
+        absent.sort(reverse=True)
+        without = self._plan(tuple(there), tuple(absent), 0).makespan_ns
+        for load in sorted(first, reverse=True):
+            fewer = list(absent)
+            fewer.remove(load)
+            more = sorted([*there, load], reverse=True)
+            yield without - self._plan(tuple(more), tuple(fewer), 0).makespan_ns, first[load]
+
+    def transfer_dropped(self, key: Key) -> None:
+        self._dropped.add(key)
+
+    def victim(self, incoming: Key, candidates: Candidates, view: View) -> Key | None:
+        return self._first_victim(incoming.layer, candidates, view, self._ahead.get(incoming.layer, ()))
+
+
+@dataclass
+class HybriMoeRelease(_HybriMoe):
+    """Hybrid CPU/GPU scheduling and MRS cache as HybriMoE's code really does it (commit 508a85b).
+
+    Theirs: the head/tail scheduler (`release_schedule`), alpha 0.5, p = 2k, scores taken from the first token of a
+    batch only, every expert fetched is admitted, prefetch of the `prefetch_size` best-scored experts of the next layer
+    (default 0) if the GPU has work, prefill wholly on the GPU with weights that are not kept; slots start with the
+    first ids. `literal` plans with the constants in the code instead of this machine's costs.
+    Ours: the scores do not change in prefill; absent experts of a prefill are streamed one by one, where theirs copies
+    whole layers ahead; verify batches are planned with their real loads; the bug that can give CPU experts each
+    other's routing weights is not copied.
+    """
+
+    name: ClassVar[str] = "hybrimoe-release"
+    alpha: float = 0.5
+    p: int = 0  # 0: twice top-k
+    prefetch_size: int = 0
+    literal: bool = False
+    start: Literal["random", "first", "empty"] = "first"
+
+    def setup(self, setup: Setup) -> None:
+        self._start(setup, self.alpha, self.p)
+        self._costs = RELEASE_COSTS if self.literal else setup.costs
+        self._prefill = False
+        self._wanted: list[Key] = []
+
+    def placement(self) -> Iterable[Key]:
+        return self._place(self.start)
+
+    def step_begins(self, step: StepInfo) -> None:
+        self._prefill = step.kind is Kind.PREFILL
+        self._wanted = []
+
+    def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
+        resident, missing, _ = self._split(demand, view)
+        self._wanted = []
+        if self._prefill:
+            return [(e, Where.GPU) for e in resident] + [(e, Where.STREAM) for e in missing]
+        self._mrs.update(demand, first_row=True)
+        load = demand.load()
+        loads = [load[e] for e in resident], [load[e] for e in missing]
+        schedule = release_schedule(*loads, self._costs, self._setup.cpu)
+        if schedule.gpu or schedule.copies:
+            self._want(demand.layer + 1)
+        return _answer(schedule, resident + missing)
+
+    def _want(self, layer: int) -> None:
+        if self.prefetch_size and layer < self._setup.layers:
+            best = self._mrs.ascending(layer, range(self._setup.experts))[-self.prefetch_size :]
+            self._wanted = [Key(layer, e) for e in best]
+
+    def next_fetch(self, view: View) -> Key | None:
+        while self._wanted:
+            key = self._wanted.pop()
+            if not view.resident(key) and not view.in_flight(key):
+                return key
+        return None
+
+    def victim(self, incoming: Key, candidates: Candidates, view: View) -> Key | None:
+        return self._first_victim(incoming.layer, candidates, view)

@@ -1,0 +1,306 @@
+"""MoE-SpAc: utilities from verify batches decide what is prefetched and evicted, and where to split CPU and GPU."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from ..traces.schema import Kind
+from .balancer import best_threshold, expected_ns
+from .interface import Candidates, Demand, Key, LayerReport, Policy, Setup, StepInfo, View, Where
+from .utility import UtilityEstimator, scaled_constants
+
+
+class Request(NamedTuple):
+    """A wish to have an expert on the GPU; `run` is how often its layer had begun when it was made."""
+
+    id: int
+    level: int
+    run: int
+
+
+class LevelQueues:
+    """One first-in-first-out queue a utility level; the highest level goes first."""
+
+    def __init__(self, top: int, experts: int) -> None:
+        self._queues: list[deque[Request]] = [deque() for _ in range(top + 1)]
+        self._experts = experts
+        self._size = 0
+
+    def push(self, request: Request) -> None:
+        self._queues[request.level].append(request)
+        self._size += 1
+
+    def pop(self, lowest: int) -> Request | None:
+        """The oldest request of the highest level that has any, down to level `lowest`."""
+        if not self._size:
+            return None
+        for queue in reversed(self._queues[lowest:]):
+            if queue:
+                self._size -= 1
+                return queue.popleft()
+        return None
+
+    def drop_heads(self, layer: int) -> None:
+        """Forget the requests of one layer that are first in their queue: they come too late."""
+        for queue in self._queues:
+            while queue and queue[0].id // self._experts == layer:
+                queue.popleft()
+                self._size -= 1
+
+
+class SlotKeys:
+    """The key of every resident, by which it is evicted: 0 to top, or frozen while its layer runs.
+
+    One flat array over all experts, id = layer * E + expert, so that the lowest (key, id) is one argmin.
+    """
+
+    def __init__(self, layers: int, experts: int, top: int) -> None:
+        self.frozen, self._absent = top + 1, top + 2
+        self._keys = np.full(layers * experts, self._absent, dtype=np.int64)
+        self._layers = self._keys.reshape(layers, experts)
+
+    def resident(self, id_: int) -> bool:
+        return bool(self._keys[id_] != self._absent)
+
+    def residents(self, layer: int) -> np.ndarray:
+        """[E] bool."""
+        return self._layers[layer] != self._absent
+
+    def coldest(self) -> tuple[int, int]:
+        """Lowest (key, id); the key is above `frozen` when nothing is resident."""
+        id_ = int(self._keys.argmin())
+        return int(self._keys[id_]), id_
+
+    def add(self, id_: int, key: int) -> None:
+        self._keys[id_] = key
+
+    def remove(self, id_: int) -> None:
+        self._keys[id_] = self._absent
+
+    def lift(self, id_: int, level: int) -> None:
+        self._keys[id_] = max(int(self._keys[id_]), level)
+
+    def freeze(self, layer: int) -> np.ndarray:
+        """Keep a layer's residents from being evicted; returns their keys until now, [E]."""
+        keys = self._layers[layer]
+        before = keys.copy()
+        keys[keys != self._absent] = self.frozen
+        return before
+
+    def thaw(self, layer: int, keys: np.ndarray | int) -> None:
+        """Give a layer's frozen residents these keys, [E] or one for all."""
+        row = self._layers[layer]
+        row[:] = np.where(row == self.frozen, keys, row)
+
+    def colder(self) -> list[int]:
+        """How many residents have a key below 0, 1, ..., top + 1."""
+        count = np.bincount(self._keys, minlength=self._absent + 1)[: self.frozen]
+        return [0, *count.cumsum().tolist()]
+
+
+@dataclass
+class MoeSpac(Policy):
+    """Prefetch and evict by speculative activation utility, with a balanced CPU/GPU split (MoE-SpAc, 2603.09983).
+
+    A re-creation of what the paper describes; neither its formulas nor its full text were at hand. All experts share
+    one pool. A layer's residents run on the GPU and all else on the CPU: there is no copy that a layer waits for.
+    After each layer its experts' utilities move by the verify batch's counts, and hot experts that are absent ask for
+    a slot; the link serves them whenever it is free, through drafting too, the highest utility first.
+    Theirs in both variants: the transition, levels 0..k, queues by level, lowest (key, id) evicted.
+    Theirs by description, here switches: `unified` (a layer's residents keep their utility as eviction key, where the
+    release drops them to 0), `adaptive` (boundaries that follow the deviations), `balance` (a threshold a layer
+    from the integer program, else `tau`), CPU and GPU at the same time (`serial_tiers=false`).
+    Ours: the formulas of `adaptive` and `balance`; `discard_late` (a request whose layer has begun is dropped);
+    `scale` (levels and boundary follow the draft length); with `unified`, residents are not queued again. The time of
+    a step, which limits the link, is the sum of its layers' reports, so drafting and attention are a reserve.
+    Batches of `offload_tokens` or more bypass all this, as in llama.cpp: absent experts are streamed, no utility moves.
+
+    The signal is the count over a verify batch. On plain decoding the released constants never lift an expert from 0,
+    so nothing is ever prefetched; with `scale` there are two levels left and an expert is wanted if the last token
+    chose it.
+    """
+
+    name: ClassVar[str] = "moe-spac"
+    scope = "global"
+    k: int = 5
+    up: int = 5
+    down: int = 1
+    tau: int = 1
+    scale: bool = True
+    unified: bool = True
+    adaptive: bool = True
+    balance: bool = True
+    discard_late: bool = True
+    serial_tiers: bool = False
+    offload_tokens: int = 32
+    smoothing: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.k < 1 or not 1 <= self.tau <= self.k + 1:
+            raise ValueError("k must be at least 1, and tau lie in 1..k+1")
+        if not 0 < self.smoothing <= 1:
+            raise ValueError("smoothing must lie in (0, 1]")
+
+    # Told
+
+    def setup(self, setup: Setup) -> None:
+        top, up, down = scaled_constants(setup.draft_length, self.k) if self.scale else (self.k, self.up, self.down)
+        layers, experts = setup.layers, setup.experts
+        self._setup, self._top = setup, top
+        smoothing = self.smoothing if self.adaptive else None
+        self.utility = UtilityEstimator(layers, experts, top, up, down, smoothing)
+        self.keys = SlotKeys(layers, experts, top)
+        self._queues = LevelQueues(top, experts)
+        self._held: Request | None = None
+        self._flying: dict[int, int] = {}
+        self._taken = 0  # slots that are occupied or reserved
+        self._thresholds = [min(self.tau, top + 1)] * layers
+        self._runs = [0] * layers
+        self._running = -1
+        self._bypassed = False
+        self._landed: dict[int, int] = {}
+        self._mean_counts = np.zeros((layers, experts))
+        self._copy_ns = float(setup.costs.copy_ns)
+        self._step_ns = 0.0
+        self._this_step_ns = 0
+        self._timed = False
+
+    def step_begins(self, step: StepInfo) -> None:
+        self._this_step_ns = 0
+        self._timed = step.kind is not Kind.PREFILL
+
+    def step_ends(self, accepted: int, kept: np.ndarray) -> None:
+        if self._timed and self._this_step_ns:
+            old = self._step_ns or self._this_step_ns
+            self._step_ns = old + self.smoothing * (self._this_step_ns - old)
+
+    def transfer_done(self, key: Key, size: int, ns: int) -> None:
+        if ns > 0:
+            self._copy_ns += self.smoothing * (ns - self._copy_ns)
+        id_ = key.layer * self._setup.experts + key.expert
+        level = self._flying.pop(id_, None)
+        if level is None:
+            return
+        if key.layer == self._running:  # too late for this run, kept for the next
+            self._landed[id_] = level
+            level = self.keys.frozen
+        self.keys.add(id_, level)
+
+    def transfer_dropped(self, key: Key) -> None:
+        if self._flying.pop(key.layer * self._setup.experts + key.expert, None) is not None:
+            self._taken -= 1
+
+    def layer_ends(self, report: LayerReport) -> None:
+        layer = report.layer
+        self._this_step_ns += report.wall_ns
+        self._running = -1
+        if self._bypassed or not self.unified:
+            for id_, level in self._landed.items():
+                self.keys.add(id_, level)
+        if self._bypassed:
+            self.keys.thaw(layer, self._before)
+            return
+        utility = self.utility.update(layer, self._counts)
+        self.keys.thaw(layer, utility if self.unified else 0)
+        if self.balance:
+            self._thresholds[layer] = self._balanced(layer)
+        self._ask_for_hot(layer)
+
+    def _balanced(self, layer: int) -> int:
+        """This layer's threshold for the next step; see `best_threshold`."""
+        mean = self._mean_counts[layer]
+        mean += self.smoothing * (self._counts - mean)
+        utility = self.utility.u[layer]
+        gpu_ns, cpu_ns = expected_ns(np.maximum(utility, mean), self._setup.costs)
+        free = self._setup.slots[0] - self._taken
+        room = [free + colder for colder in self.keys.colder()]
+        # Until a step has been timed the link's share is not known and does not bind.
+        budget = self._step_ns / self._setup.layers if self._step_ns else float("inf")
+        first = self._setup.costs.cpu_first_ns
+        resident = self.keys.residents(layer)
+        return best_threshold(utility, resident, gpu_ns, cpu_ns, room, self._copy_ns, budget, first)
+
+    def _ask_for_hot(self, layer: int) -> None:
+        """Queue the experts of a layer at or above the threshold, by ascending id.
+
+        The release queues everything above level 0, residents too: that is how these regain their key.
+        """
+        utility = self.utility.u[layer]
+        hot = utility >= (self._thresholds[layer] if self.balance else 1)
+        if self.unified:
+            hot &= ~self.keys.residents(layer)
+        base, run = layer * self._setup.experts, self._runs[layer]
+        for expert in np.flatnonzero(hot).tolist():
+            self._queues.push(Request(base + expert, int(utility[expert]), run))
+
+    # Asked
+
+    def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
+        layer = demand.layer
+        self._bypassed = len(demand.ids) >= self.offload_tokens
+        self._running = layer
+        self._landed = {}
+        self._runs[layer] += 1
+        self._before = self.keys.freeze(layer)
+        if not self._bypassed:
+            self._queues.drop_heads(layer)
+            self._counts = np.zeros(self._setup.experts, dtype=np.int64)
+            self._counts[list(demand.experts)] = demand.loads
+        absent = Where.CPU if self._setup.cpu and not self._bypassed else Where.STREAM
+        return [(e, Where.GPU if view.resident(Key(layer, e)) else absent) for e in demand.experts]
+
+    def next_fetch(self, view: View) -> Key | None:
+        """Requests by level, then age. One that finds no colder victim is held, and those behind it wait too."""
+        experts = self._setup.experts
+        while True:
+            request = self._held or self._queues.pop(1 if self.balance else self.tau)
+            self._held = None
+            if request is None:
+                return None
+            layer = request.id // experts
+            if self.discard_late and self._runs[layer] != request.run:
+                continue
+            if self.balance and request.level < self._thresholds[layer]:
+                continue  # asked for under an older threshold
+            if self.keys.resident(request.id):
+                self.keys.lift(request.id, request.level)
+            elif request.id not in self._flying:
+                if view.free(layer) <= 0 and self.keys.coldest()[0] >= self._thresholds[layer]:
+                    self._held = request
+                    return None
+                self._flying[request.id] = request.level
+                self._taken += 1
+                return Key(layer, request.id % experts)
+
+    def victim(self, incoming: Key, candidates: Candidates, view: View) -> Key | None:
+        key, id_ = self.keys.coldest()
+        victim = Key(*divmod(id_, self._setup.experts))
+        if key >= self._thresholds[incoming.layer] or victim not in candidates:
+            return None
+        self.keys.remove(id_)
+        self._taken -= 1
+        return victim
+
+
+@dataclass
+class MoeSpacRelease(MoeSpac):
+    """Prefetch by utility as MoE-SpAc's released code does it, all constants fixed (llama.cpp fork, commit 77bb9cf).
+
+    Theirs: levels 0..5, up 5, down 1, threshold 1; at a layer's end its residents drop to key 0 whatever their
+    utility, then the utilities move and all experts above 0 are queued by ascending id; a request that finds nothing
+    colder than the threshold is held and blocks the rest; requests of a layer that begins are dropped only at the head
+    of their queue; the GPU starts a layer's experts when the CPU has finished its own (`serial_tiers`).
+    Ours: the update happens at once and in layer order, where theirs races with the next layer on a helper thread.
+    A batch of up to 4 tokens never lifts an expert from 0: on plain decoding nothing is ever prefetched.
+    """
+
+    name: ClassVar[str] = "moe-spac-release"
+    scale: bool = False
+    unified: bool = False
+    adaptive: bool = False
+    balance: bool = False
+    discard_late: bool = False
+    serial_tiers: bool = True

@@ -1,0 +1,62 @@
+"""MoE-SpAc's speculative activation utility: one small integer for every expert, moved by what a verify batch shows."""
+
+import numpy as np
+
+
+def transition(utility: np.ndarray, counts: np.ndarray, up: float, down: float, top: int) -> np.ndarray:
+    """Inertial utility transition, at most one level at a time.
+
+    utility: [E] in 0..top; counts: [E] tokens of the batch that chose each expert. With d = counts - utility, a
+    utility rises by 1 if d >= up, else falls by 1 if -d >= down, and stays in 0..top. From the released code
+    (77bb9cf, `StateMachine`), where up = 5, down = 1, top = 5.
+    """
+    d = counts - utility
+    rises = d >= up
+    moved = utility + rises - ((d <= -down) & ~rises)
+    return np.clip(moved, 0, top)
+
+
+def calibrate(
+    utility: np.ndarray, counts: np.ndarray, up: float, down: float, top: int, smoothing: float
+) -> tuple[float, float]:
+    """Adaptive boundary calibration: the boundaries follow the mean rise and the mean fall of this batch.
+
+    The paper names a moving average and gives no formula; this one is ours. A direction in which nothing deviates
+    leaves its boundary alone. Both stay in 1..top.
+    """
+    d = counts - utility
+    rises, falls = d[d > 0], -d[d < 0]
+    if rises.size:
+        up += smoothing * (float(rises.mean()) - up)
+    if falls.size:
+        down += smoothing * (float(falls.mean()) - down)
+    return min(max(up, 1.0), float(top)), min(max(down, 1.0), float(top))
+
+
+def scaled_constants(draft_length: int, top: int) -> tuple[int, int, int]:
+    """(top, up, down) for another draft length: up = draft + 1 - (top - 1), so that the top level is just reachable.
+
+    Ours (the release's 5, 5, 1 fit a draft of 8 only). A verify batch with fewer tokens than levels gets fewer levels.
+    """
+    top = min(top, draft_length + 1)
+    return top, max(1, draft_length + 2 - top), 1
+
+
+class UtilityEstimator:
+    """Utilities of all experts, `u` [L, E], with boundaries that are shared by the experts of a layer."""
+
+    def __init__(self, layers: int, experts: int, top: int, up: float, down: float, smoothing: float | None) -> None:
+        """`smoothing` None keeps the boundaries where they are."""
+        self.u = np.zeros((layers, experts), dtype=np.int64)
+        self.boundaries = [(float(up), float(down))] * layers
+        self._top, self._smoothing = top, smoothing
+
+    def update(self, layer: int, counts: np.ndarray) -> np.ndarray:
+        """Move the utilities of one layer by the present boundaries, then the boundaries. Returns the new u[layer]."""
+        up, down = self.boundaries[layer]
+        before = self.u[layer]
+        after = transition(before, counts, up, down, self._top)
+        if self._smoothing is not None:
+            self.boundaries[layer] = calibrate(before, counts, up, down, self._top, self._smoothing)
+        self.u[layer] = after
+        return after
