@@ -28,12 +28,13 @@ def tiny_config(**changes):
     """TINY-T: Qwen3-MoE, hidden 64, 2 layers, 8 experts, top-2, expert width 32."""
     from transformers import Qwen3MoeConfig
 
-    fields = dict(
-        vocab_size=TINY_VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, intermediate_size=96, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2,
-        norm_topk_prob=True, max_position_embeddings=16384, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=0, pad_token_id=0, initializer_range=0.2,
-    )  # fmt: skip
+    fields = {
+        "vocab_size": TINY_VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 32,
+        "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "max_position_embeddings": 16384,
+        "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
+        "initializer_range": 0.2,
+    }  # fmt: skip
     return Qwen3MoeConfig(**{**fields, **changes})
 
 

@@ -65,9 +65,9 @@ def load_pair(
 ) -> Pair:
     """Load a pair by folder or Hugging Face name; target None is the embedded one, which brings its draft.
 
-    Draft "none", or no draft with another target, means plain decoding. `dtype` "auto" keeps the checkpoint's; `experts`
-    names an experts implementation of transformers. Raises InputError: no such model, no experts, tokenizers that
-    differ, weights that are damaged or incomplete.
+    Draft "none", or no draft with another target, means plain decoding. `dtype` "auto" keeps the checkpoint's;
+    `experts` names an experts implementation of transformers. Raises InputError: no such model, no experts,
+    tokenizers that differ, weights that are damaged or incomplete.
     """
     with _quiet():
         big, small = find_pair(target, draft)
@@ -154,6 +154,8 @@ def model_shape(config: Any, name: str, dtype: str = "float32") -> ModelShape:
         )
     text = config.get_text_config()
     size = torch.finfo(getattr(torch, dtype)).bits // 8
+    embedding = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is embedding
     routed = sum(p.numel() for block in blocks for p in block.experts.parameters())
     experts = int(getattr(blocks[0].experts, "num_experts", text.num_experts))
     return ModelShape(
@@ -168,6 +170,7 @@ def model_shape(config: Any, name: str, dtype: str = "float32") -> ModelShape:
         expert_bytes=routed // (experts * len(blocks)) * size,
         dense_bytes=(sum(p.numel() for p in model.parameters()) - routed) * size,
         kv_bytes_per_token=_kv_numbers(text) * size,
+        embedding_bytes=0 if tied else embedding.numel() * size,
     )
 
 
@@ -223,9 +226,10 @@ def _load(source: Source, dtype: str, device: str, experts: str | None = None) -
     """Read the weights. A missing tensor is an error: transformers would fill it with random numbers and only warn."""
     choice = {"experts_implementation": experts} if experts else {}
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.place, dtype=getattr(torch, dtype), output_loading_info=True, **choice
         )
+        model, report = loaded
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise InputError(
             f"{source.flag} {source.name}: the weights cannot be read ({_first_line(error)}); fetch the model again"

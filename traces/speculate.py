@@ -22,7 +22,7 @@ from .schema import Kind
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to generate. `temperature` 0 is greedy; `stop_tokens` end a turn; `prefill_chunk` bounds one prompt forward."""
+    """How to generate. `temperature` 0 is greedy, `stop_tokens` end a turn, `prefill_chunk` bounds a prompt forward."""
 
     max_new_tokens: int = 64
     draft_length: int = 4
@@ -56,7 +56,7 @@ class Observer:
 
 @dataclass(slots=True)
 class Generation:
-    """What one turn produced. `seconds` has the wall time of each phase: prefill, draft_prefill, draft, decode, verify."""
+    """What one turn produced. `seconds` is the wall time by phase: prefill, draft_prefill, draft, decode, verify."""
 
     tokens: list[int] = field(default_factory=list)
     decodes: int = 0
@@ -119,7 +119,7 @@ def distribution(logits: torch.Tensor, temperature: float, top_p: float = 1.0) -
     probs = (logits.double() / temperature).softmax(-1).cpu()
     if top_p >= 1.0:
         return probs
-    ordered, order = probs.sort(-1, descending=True, stable=True)
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     ordered[ordered.cumsum(-1) - ordered >= top_p] = 0.0
     kept = torch.zeros_like(probs).scatter_(-1, order, ordered)
     return kept / kept.sum(-1, keepdim=True)
@@ -129,14 +129,12 @@ def draw(probs: torch.Tensor, rng: torch.Generator) -> int:
     return int(torch.multinomial(probs, 1, generator=rng))
 
 
-def judge_sampled(
-    p: torch.Tensor, q: torch.Tensor, drafts: Sequence[int], rng: torch.Generator
-) -> tuple[int, int]:
+def judge_sampled(p: torch.Tensor, q: torch.Tensor, drafts: Sequence[int], rng: torch.Generator) -> tuple[int, int]:
     """How many of n drafts to keep, and the token that follows them.
 
     p: [n+1, V] target and q: [n, V] draft distributions, row by row; `drafts` were drawn from q. Draft x is kept with
-    probability min(1, p(x)/q(x)); the first one refused is replaced by a draw from max(0, p - q), renormalised; so every token
-    follows p (arXiv 2211.17192, algorithm 1 and appendix A.1).
+    probability min(1, p(x)/q(x)); the first one refused is replaced by a draw from max(0, p - q), renormalised; so
+    every token follows p (arXiv 2211.17192, algorithm 1 and appendix A.1).
     """
     for row, token in enumerate(drafts):
         chance = p[row, token] / q[row, token]
@@ -224,7 +222,8 @@ class Speculation:
     def _propose(self, result: Generation) -> tuple[list[int], list[torch.Tensor]]:
         """Draft up to K tokens; in sampled mode also the distributions [V] they were drawn from.
 
-        A stop token is not proposed, for nothing after it could be kept: drafting ends there, and the distribution leaves it out.
+        A stop token is not proposed, for nothing after it could be kept: drafting ends there, and the distribution
+        leaves it out.
         """
         room = self.options.max_new_tokens - len(result.tokens) - 1
         planned = min(self.options.draft_length, room) if self.draft is not None else 0
