@@ -69,15 +69,15 @@ def load_pair(
     `experts` names an experts implementation of transformers. Raises InputError: no such model, no experts,
     tokenizers that differ, weights that are damaged or incomplete.
     """
-    with _quiet():
+    with quiet():
         big, small = find_pair(target, draft)
-        shape = model_shape(big.config, big.name, _dtype_of(big.config, dtype))
+        shape = model_shape(big.config, big.name, dtype_of(big.config, dtype))
         draft_shape = None
         if small is not None:
             check_tokenizers(big, small)
-            draft_shape = measure_draft(small.config, small.name, _dtype_of(small.config, dtype))
-        model = _load(big, shape.dtype, device, experts)
-        helper = None if small is None else _load(small, _dtype_of(small.config, dtype), device)
+            draft_shape = measure_draft(small.config, small.name, dtype_of(small.config, dtype))
+        model = read_weights(big, shape.dtype, device, experts)
+        helper = None if small is None else read_weights(small, dtype_of(small.config, dtype), device)
     return Pair(model, helper, big.tokenizer, shape, draft_shape, stop_tokens(model))
 
 
@@ -144,7 +144,7 @@ def model_shape(config: Any, name: str, dtype: str = "float32") -> ModelShape:
 
     Raises InputError for a model without experts.
     """
-    with _quiet():
+    with quiet():
         model = skeleton(config)
     blocks = moe_blocks(model)
     if not blocks:
@@ -176,7 +176,7 @@ def model_shape(config: Any, name: str, dtype: str = "float32") -> ModelShape:
 
 def measure_draft(config: Any, name: str, dtype: str = "float32") -> DraftShape:
     """Shape of a draft from its configuration alone."""
-    with _quiet():
+    with quiet():
         model = skeleton(config)
     text = config.get_text_config()
     size = torch.finfo(getattr(torch, dtype)).bits // 8
@@ -214,7 +214,7 @@ def _kv_numbers(text: Any) -> int:
     return 2 * text.num_hidden_layers * text.num_key_value_heads * head
 
 
-def _dtype_of(config: Any, wanted: str) -> str:
+def dtype_of(config: Any, wanted: str) -> str:
     if wanted == "auto":
         return str(config.get_text_config().dtype or "float32").removeprefix("torch.")
     if wanted not in DTYPES:
@@ -222,7 +222,7 @@ def _dtype_of(config: Any, wanted: str) -> str:
     return wanted
 
 
-def _load(source: Source, dtype: str, device: str, experts: str | None = None) -> Any:
+def read_weights(source: Source, dtype: str, device: str, experts: str | None = None) -> Any:
     """Read the weights. A missing tensor is an error: transformers would fill it with random numbers and only warn."""
     choice = {"experts_implementation": experts} if experts else {}
     try:
@@ -253,7 +253,7 @@ def _first_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No warnings or progress bars of transformers where nobody watches; its errors reach the user as ours."""
     log = transformers.utils.logging
     level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
