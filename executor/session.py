@@ -1,0 +1,226 @@
+"""One live run: the draft/verify loop, the policy's host, and the trace of what happened.
+
+The loop's observer is also the listener of the target's expert layers, so it sees a step whole: its tokens, the
+routing of every layer, and what verification kept.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from ..policies.driver import Counters, Driver, PolicyError
+from ..policies.interface import Policy, StepInfo
+from ..simulator.engine import setup_for
+from ..simulator.machine import Machine, rates_for
+from ..traces.errors import InputError
+from ..traces.prompts import Prompt, encode
+from ..traces.recorder import gate_choice, make_header
+from ..traces.schema import Kind, Step, id_dtype
+from ..traces.speculate import Generation, Observer, Options, Speculation
+from ..traces.writer import TraceWriter
+from .host import RING, Host, Routed
+from .models import Models
+from .moe import Call, attach
+from .real import RealHost
+from .store import Arena
+from .times import StepTimes
+from .virtual import VirtualHost
+
+LOOKAHEAD = 3  # layers whose gates are asked ahead for a policy that wants it (HybriMoE's horizon)
+Clock = Literal["real", "virtual"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to run. `slots` is the total over all layers; `budget` bounds the arena in bytes."""
+
+    machine: Machine
+    slots: int
+    clock: Clock = "real"
+    options: Options = field(default_factory=Options)
+    seed: int = 0
+    budget: int | None = None
+    record: Path | None = None
+
+
+@dataclass(slots=True)
+class Result:
+    """What a run gave. `times` has one entry a step on the real clock; on the virtual one the engine's are in `steps`."""
+
+    policy: str
+    slots: int
+    clock: Clock
+    texts: list[list[int]] = field(default_factory=list)
+    generations: list[Generation] = field(default_factory=list)
+    prefill: Counters = field(default_factory=Counters)
+    decode: Counters = field(default_factory=Counters)
+    times: list[StepTimes] = field(default_factory=list)
+    decisions: list[tuple[Any, ...]] = field(default_factory=list)
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(len(g.tokens) for g in self.generations)
+
+    @property
+    def drafted(self) -> int:
+        return sum(g.drafted for g in self.generations)
+
+    @property
+    def accepted(self) -> int:
+        return sum(g.accepted for g in self.generations)
+
+    @property
+    def prefill_s(self) -> float:
+        """Wall time until the first output token could be made, over all sequences; the draft's prompt is part of it."""
+        return self._draft_prefill_s + sum(t.wall_ns for t in self.times if t.kind is Kind.PREFILL) / 1e9
+
+    @property
+    def decode_s(self) -> float:
+        """Wall time of everything after prefill, drafting included."""
+        return sum(t.wall_ns for t in self.times if t.kind is not Kind.PREFILL) / 1e9 - self._draft_prefill_s
+
+    @property
+    def _draft_prefill_s(self) -> float:
+        return sum(g.seconds.get("draft_prefill", 0.0) for g in self.generations)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens over `decode_s`."""
+        return self.new_tokens / self.decode_s if self.decode_s else 0.0
+
+
+class Live(Observer):
+    """Tells the host of every step and layer, and gathers the routing for `write`."""
+
+    def __init__(self, host: Host, models: Models, lookahead: int, write: Callable[[Step], None] | None) -> None:
+        self.host = host
+        self.sequence = self.turn = 0
+        self._gates = [block.gate for block in models.blocks]
+        self._ids = id_dtype(models.pair.shape.experts)
+        self._lookahead, self._write = lookahead, write
+        self._index = -1
+        self._routed: list[Routed] = []
+
+    def draft_length(self, planned: int) -> int:
+        return self.host.draft_length(planned)
+
+    def step_begins(self, kind: Kind, tokens: np.ndarray, positions: np.ndarray, drafted: np.ndarray) -> None:
+        self._index += 1
+        self._positions, self._step = positions, StepInfo(self._index, kind, tokens, drafted)
+        self._routed.clear()
+        self.host.step_begins(self._step, int(positions[0]))
+
+    def layer(self, call: Call) -> None:
+        routed = Routed(
+            np.array(call.ids, dtype=self._ids), call.weights.half().cpu().numpy(), self._ahead(call.layer, call.hidden)
+        )
+        self._routed.append(routed)
+        self.host.layer(call, routed)
+
+    def step_ends(self, accepted: int, emitted: Sequence[int]) -> None:
+        drafted = self._step.drafted
+        kept = ~drafted | (np.cumsum(drafted) <= accepted)
+        self.host.step_ends(accepted, kept, len(emitted))
+        if self._write is not None:
+            self._write(self._whole_step(accepted))
+
+    def _ahead(self, layer: int, hidden: torch.Tensor) -> np.ndarray | None:
+        """[n, J, k]: what the next layers' gates say of this layer's input; the last layer repeats at the end."""
+        if not self._lookahead:
+            return None
+        last = len(self._gates) - 1
+        gates = [self._gates[min(layer + j, last)] for j in range(1, self._lookahead + 1)]
+        return torch.stack([gate_choice(gate, hidden) for gate in gates], 1).cpu().numpy().astype(self._ids)
+
+    def _whole_step(self, accepted: int) -> Step:
+        layers = self._routed
+        ahead = [r.ahead for r in layers if r.ahead is not None]
+        return Step(
+            sequence=self.sequence,
+            turn=self.turn,
+            kind=self._step.kind,
+            positions=self._positions,
+            tokens=self._step.tokens,
+            drafted=self._step.drafted,
+            accepted=accepted,
+            experts=np.stack([r.ids for r in layers], 1),
+            weights=np.stack([r.weights for r in layers], 1),
+            ahead=np.stack(ahead, 1) if ahead else None,
+        )
+
+
+def run(models: Models, policy: Policy, prompts: Sequence[Prompt], settings: Settings, source: str = "") -> Result:
+    """Generate for every prompt, one after another, under `policy`; the cache lives on from one to the next.
+
+    Sequence i samples with seed `options.seed + i`. Raises InputError: a clairvoyant policy, slots below top-k, an arena over
+    its budget, a policy that gave an illegal answer.
+    """
+    options = settings.options
+    turns = [encode(models.pair.tokenizer, prompt) for prompt in prompts]
+    lookahead = LOOKAHEAD if "next-gate" in policy.channels else 0
+    result = Result(policy.name, settings.slots, settings.clock)
+    with ExitStack() as stack:
+        write = None
+        if settings.record is not None:
+            header = make_header(models.pair, prompts, turns, options, source, False, lookahead)
+            write = stack.enter_context(TraceWriter(settings.record, header)).append
+        host = make_host(models, policy, settings, result.decisions)
+        stack.callback(host.close)
+        live = Live(host, models, lookahead, write)
+        attach(models.experts, live)
+        try:
+            _generate(models, turns, options, live, result)
+        except PolicyError as error:
+            raise InputError(str(error)) from error
+        finally:
+            result.prefill, result.decode = host.driver.prefill, host.driver.decode
+            result.times = getattr(host, "times", [])
+    return result
+
+
+def _generate(
+    models: Models, turns: Sequence[list[list[int]]], options: Options, live: Live, result: Result
+) -> None:
+    for index, sequence in enumerate(turns):
+        live.sequence = index
+        own = replace(options, seed=options.seed + index)
+        speculation = Speculation(models.pair.target, models.pair.draft, own, live)
+        result.texts.append(speculation.text)
+        for turn, ids in enumerate(sequence):
+            live.turn = turn
+            result.generations.append(speculation.generate(ids))
+
+
+def make_host(models: Models, policy: Policy, settings: Settings, decisions: list[tuple[Any, ...]] | None = None) -> Host:
+    """The policy's driver with slots, machine and arena, on the clock that the settings name."""
+    shape = models.pair.shape
+    _check(policy, settings.slots, len(shape.moe_layers), shape.top_k)
+    rates = rates_for(settings.machine, shape, models.pair.draft_shape)
+    length = settings.options.draft_length if models.pair.draft is not None else 0
+    setup = setup_for(shape, rates, policy, settings.slots, length, settings.seed)
+    try:
+        driver = Driver(policy, setup, record=decisions)
+    except PolicyError as error:
+        raise InputError(str(error)) from error
+    arena = Arena(driver.cache.physical_slots + RING, models.store.record, models.device, settings.budget)
+    dense_only = shape.layers - len(shape.moe_layers)
+    if settings.clock == "virtual":
+        return VirtualHost(driver, rates, models.store, arena, dense_only)
+    return RealHost(driver, rates, models.store, arena)
+
+
+def _check(policy: Policy, slots: int, layers: int, top_k: int) -> None:
+    if policy.clairvoyant:
+        raise InputError(
+            f"--policy {policy.name}: it needs to know the future, so it cannot run live; use it with spac-sim"
+        )
+    if 0 < slots < layers * top_k:
+        raise InputError(
+            f"--slots {slots / layers:g}: fewer than the {top_k} experts that every token needs in a layer; give at "
+            f"least {top_k}, or 0 for no cache"
+        )
