@@ -74,6 +74,8 @@ def run(
     source = source_for(open_trace(trace, strict), limit_steps, window, acceptance, seed)
     modes = modes_for(mode, source)
     loads = loads_for(source, modes)
+    if not any(load.decodes for load in loads.values()):
+        raise InputError(f"{trace}: no decode steps among those taken; give a longer trace or a larger --limit-steps")
     job = Job(source, profile, loads, seed)
     totals, words = sizes_for(slots, cache_fraction, vram, job, list(loaded.values()))
     cases = cases_for(specs, totals, modes, optimum)
@@ -127,9 +129,9 @@ def sizes_for(
     else:
         flag = "--cache-fraction"
         parts = _numbers(flag, fraction or PAPER_FRACTION)
-        if max(parts) > 1:
-            raise InputError(f"{flag} {fraction}: a share of all experts is at most 1; for slots use --slots")
         totals = [round(part * layers * shape.experts) for part in parts]
+        if fraction is None:  # of few experts the paper's share may be less than one token needs
+            totals = [max(totals[0], layers * shape.top_k)]
     for total in totals:
         check_size(flag, total, shape)
     return totals, ""

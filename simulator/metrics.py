@@ -56,11 +56,11 @@ class Load:
     """What a trace asks of a cache, whatever the policy.
 
     `unions[m]` counts the decode events (one layer of one step) that need m distinct experts; `context` is the longest
-    text in tokens, rejected drafts included; `verifies` the steps that check drafts.
+    text in tokens, rejected drafts included; `decodes` the steps that are not prefill.
     """
 
     steps: int
-    verifies: int
+    decodes: int
     context: int
     unions: tuple[int, ...]
 
@@ -68,15 +68,15 @@ class Load:
 def load_of(trace: Steps) -> Load:
     """Read through the trace once."""
     unions = np.zeros(trace.header.target.experts + 1, np.int64)
-    steps = verifies = context = 0
+    steps = decodes = context = 0
     for step in trace.steps():
         steps += 1
-        verifies += step.kind is Kind.VERIFY
         context = max(context, int(step.positions.max()) + 1)
         if step.kind is not Kind.PREFILL:
+            decodes += 1
             ordered = np.sort(np.moveaxis(step.experts, 1, 0).reshape(step.experts.shape[1], -1), axis=1)
             np.add.at(unions, 1 + (np.diff(ordered, axis=1) != 0).sum(axis=1), 1)
-    return Load(steps, verifies, context, tuple(unions.tolist()))
+    return Load(steps, decodes, context, tuple(unions.tolist()))
 
 
 def table_of(steps: Sequence[StepTime]) -> Table:

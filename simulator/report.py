@@ -72,7 +72,7 @@ def _row(policy: str, share: float, runs: Mapping[str, Outcome]) -> dict[str, An
         "SD/AR": _number(sd / ar if sd and ar else None, 2, "x"),
         "hit": _number(m.get("hit_rate_assignment"), 3),
         "hit unique": _number(m.get("hit_rate_unique"), 3),
-        "MB/token": _number(m.get("h2d_bytes_per_token"), 1, scale=1e-6),
+        "MB/token": _number(m.get("h2d_bytes_per_token"), 2, scale=1e-6),
         "copy wait": _share(m, "wait_copy"),
         "CPU wait": _share(m, "wait_cpu"),
         "to optimum": _number(m.get("gap_to_optimum"), 3),
