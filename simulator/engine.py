@@ -142,7 +142,7 @@ class Engine:
         begin, costs = self.now, self.rates.costs
         before = dict(self._gpu)
         layer, load = plan.demand.layer, plan.demand.load()
-        arrivals = [(e, self.link.arrival(Key(layer, e))) for e in plan.joins]
+        arrivals = [(e, self._arrival(Key(layer, e))) for e in plan.joins]
         arrivals += [(e, self.link.demand(Key(layer, e))) for e in plan.copies]
         cpu_done, cpu_ns = self._start_cpu(plan, load)
         if cpu_done is not None and self.driver.policy.serial_tiers:
@@ -170,6 +170,10 @@ class Engine:
             )
         )
         self.link.kick()
+
+    def _arrival(self, key: Key) -> simpy.Event:
+        """When a copy that was on its way at the gate lands: perhaps it did while the policy was deciding."""
+        return self.link.arrival(key) if key in self.driver.cache.flying else self.env.event().succeed()
 
     def _start_cpu(self, plan: Plan, load: dict[int, int]) -> tuple[simpy.Event | None, int]:
         """Begin the CPU's share of a layer; returns the event of its end and its undisturbed time."""
