@@ -193,7 +193,9 @@ def _tensors(source: Source, folder: Path) -> Iterator[tuple[str, torch.Tensor]]
                 for name in shard.keys():  # noqa: SIM118 (not a dict)
                     yield name, shard.get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise InputError(f"{source.flag} {source.name}: {file.name} cannot be read ({error}); fetch it again") from None
+            raise InputError(
+                f"{source.flag} {source.name}: {file.name} cannot be read ({error}); fetch it again"
+            ) from None
 
 
 def _shards(source: Source, folder: Path) -> list[Path]:
@@ -204,7 +206,9 @@ def _shards(source: Source, folder: Path) -> list[Path]:
         files = [folder / SINGLE]
     for file in files:
         if not file.is_file():
-            raise InputError(f"{source.flag} {source.name}: {file.name} is not there; fetch the model again (safetensors)")
+            raise InputError(
+                f"{source.flag} {source.name}: {file.name} is not there; fetch the model again (safetensors)"
+            )
     return files
 
 

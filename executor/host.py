@@ -1,5 +1,6 @@
 """What both clocks have in common: the host that a run drives, and the router's words as policies get them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,8 +35,8 @@ class Host(Protocol):
         """A forward pass of the target begins; `context` tokens are in its cache."""
         ...
 
-    def layer(self, call: Call, routed: Routed) -> None:
-        """Fill `call.rows`."""
+    def layer(self, call: Call, route: Callable[[], Routed]) -> None:
+        """Fill `call.rows`. `route` makes the router's words; its time is the policy's."""
         ...
 
     def step_ends(self, accepted: int, kept: np.ndarray, emitted: int) -> None: ...

@@ -82,6 +82,7 @@ class Copy:
     slot: int
     asked: int
     passing: bool = False
+    started: bool = False
     done: bool = False
 
 
@@ -98,11 +99,11 @@ class Link:
         self._ns = ns
         self._work = threading.Condition(shared.lock)
         self._demand: deque[Copy] = deque()
-        self._flying: dict[Key, Copy] = {}
+        self._prefetch: Copy | None = None
         first = driver.cache.physical_slots
         self._ring = list(range(first, first + RING))
         self._free_at = 0
-        self._kicked = False
+        self._idle = False
         self._stream = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None
         self.fence: torch.cuda.Event | None = None
         shared.start("link", self._loop, self._work)
@@ -111,7 +112,7 @@ class Link:
         """What a layer waits for, in the order of arrival: copies on the wire already, then new ones. Lock held."""
         layer = plan.demand.layer
         now = perf_counter_ns()
-        arrivals = [self._flying[Key(layer, e)] for e in plan.joins]
+        arrivals = [self._on_the_wire(Key(layer, e)) for e in plan.joins]
         for expert in plan.copies:
             key = Key(layer, expert)
             kept = expert in plan.kept
@@ -123,15 +124,21 @@ class Link:
         return arrivals
 
     def kick(self) -> None:
-        """Something has changed: an idle link asks the policy again. Lock held."""
-        self._kicked = True
-        self._work.notify()
+        """Something has changed: if the link is idle, ask the policy again. Lock held.
+
+        The thread is woken only if there is something to copy: two threads that take turns at one lock cost more than
+        the question.
+        """
+        if self._idle and not self._demand and self._prefetch is None and self._pull(perf_counter_ns()):
+            self._work.notify()
 
     def release(self, copy: Copy) -> None:
         """A passing expert has been computed; its place is free again."""
         with self._shared.lock:
+            if not self._ring and self._idle and self._demand:
+                self._demand[0].asked = perf_counter_ns()  # it had to wait for this place
+                self._work.notify()
             self._ring.append(copy.slot)
-            self._work.notify()
 
     def _loop(self) -> None:
         copy: Copy | None = None
@@ -139,30 +146,40 @@ class Link:
             with self._shared.lock:
                 if copy is not None:
                     self._land(copy)
-                copy = self._next(waited=False)
-                while copy is None and not self._shared.closing.is_set():
+                    if not self._demand:
+                        self._pull(self._free_at)
+                self._idle = True
+                while (copy := self._next()) is None and not self._shared.closing.is_set():
                     self._work.wait()
-                    copy = self._next(waited=True)
+                self._idle = False
             if copy is not None:
                 self._carry(copy)
 
-    def _next(self, waited: bool) -> Copy | None:
-        if self._demand:
-            copy = self._demand[0]
-            if copy.passing:
-                if not self._ring:
-                    return None
-                copy.slot = self._ring.pop()
-            return self._demand.popleft()
-        if not self._kicked:
-            return None
+    def _on_the_wire(self, key: Key) -> Copy:
+        assert self._prefetch is not None and self._prefetch.key == key
+        return self._prefetch
+
+    def _pull(self, now: int) -> bool:
+        """Ask the policy for a prefetch; it goes on the wire at once. True if there is one."""
         key = self._driver.next_fetch()
-        if key is None:
-            self._kicked = False
+        if key is not None:
+            self._prefetch = Copy(key, self._driver.cache.slot(key), now)
+        return key is not None
+
+    def _next(self) -> Copy | None:
+        """What to carry now. A prefetch that has been granted is on the wire already, so it goes first."""
+        prefetch = self._prefetch
+        if prefetch is not None and not prefetch.started:
+            prefetch.started = True
+            return prefetch
+        if not self._demand:
             return None
-        asked = perf_counter_ns() if waited else self._free_at
-        self._flying[key] = Copy(key, self._driver.cache.slot(key), asked)
-        return self._flying[key]
+        copy = self._demand[0]
+        if copy.passing:
+            if not self._ring:
+                return None
+            copy.slot = self._ring.pop()
+        return self._demand.popleft()
 
     def _carry(self, copy: Copy) -> None:
         begin = max(copy.asked, self._free_at)
@@ -185,10 +202,10 @@ class Link:
         self._free_at = perf_counter_ns()
 
     def _land(self, copy: Copy) -> None:
-        self._flying.pop(copy.key, None)
+        if copy is self._prefetch:
+            self._prefetch = None
         self._driver.landed(copy.key, perf_counter_ns() - copy.asked)
         copy.done = True
-        self._kicked = True
         self._shared.progress.notify()
 
 

@@ -6,6 +6,7 @@ The CUDA parts have not been run: there was no GPU where this was written.
 """
 
 import os
+from collections.abc import Callable
 from time import perf_counter_ns
 
 import numpy as np
@@ -32,7 +33,9 @@ class RealHost:
         self._asked = 0
         self._mark = 0
         self._threads_before = torch.get_num_threads()
-        threads = max(1, (os.cpu_count() or 2) // 2)  # half for the fast device where it is emulated, half for the CPU tier
+        threads = max(
+            1, (os.cpu_count() or 2) // 2
+        )  # half for the fast device where it is emulated, half for the CPU tier
         torch.set_num_threads(threads)
         fill_placement(driver, store, arena)
         self._shared = Shared()
@@ -54,8 +57,9 @@ class RealHost:
             self.driver.step_begins(step)
             self._link.kick()
 
-    def layer(self, call: Call, routed: Routed) -> None:
+    def layer(self, call: Call, route: Callable[[], Routed]) -> None:
         entered = perf_counter_ns()
+        routed = route()
         times = LayerTimes(before=entered - self._mark)
         with self._shared.lock:
             self._shared.check()

@@ -116,11 +116,12 @@ class Live(Observer):
         self.host.step_begins(self._step, int(positions[0]))
 
     def layer(self, call: Call) -> None:
-        routed = Routed(
-            np.array(call.ids, dtype=self._ids), call.weights.half().cpu().numpy(), self._ahead(call.layer, call.hidden)
-        )
-        self._routed.append(routed)
-        self.host.layer(call, routed)
+        def route() -> Routed:
+            ids = np.array(call.ids, dtype=self._ids)
+            self._routed.append(Routed(ids, call.weights.half().cpu().numpy(), self._ahead(call.layer, call.hidden)))
+            return self._routed[-1]
+
+        self.host.layer(call, route)
 
     def step_ends(self, accepted: int, emitted: Sequence[int]) -> None:
         drafted = self._step.drafted
@@ -183,9 +184,7 @@ def run(models: Models, policy: Policy, prompts: Sequence[Prompt], settings: Set
     return result
 
 
-def _generate(
-    models: Models, turns: Sequence[list[list[int]]], options: Options, live: Live, result: Result
-) -> None:
+def _generate(models: Models, turns: Sequence[list[list[int]]], options: Options, live: Live, result: Result) -> None:
     for index, sequence in enumerate(turns):
         live.sequence = index
         own = replace(options, seed=options.seed + index)
@@ -196,7 +195,9 @@ def _generate(
             result.generations.append(speculation.generate(ids))
 
 
-def make_host(models: Models, policy: Policy, settings: Settings, decisions: list[tuple[Any, ...]] | None = None) -> Host:
+def make_host(
+    models: Models, policy: Policy, settings: Settings, decisions: list[tuple[Any, ...]] | None = None
+) -> Host:
     """The policy's driver with slots, machine and arena, on the clock that the settings name."""
     shape = models.pair.shape
     _check(policy, settings.slots, len(shape.moe_layers), shape.top_k)

@@ -62,7 +62,9 @@ class Arena:
     Raises InputError if the slots need more than `budget` bytes.
     """
 
-    def __init__(self, slots: int, record: Record, device: torch.device | str = "cpu", budget: int | None = None) -> None:
+    def __init__(
+        self, slots: int, record: Record, device: torch.device | str = "cpu", budget: int | None = None
+    ) -> None:
         if budget is not None and slots * record.size > budget:
             raise InputError(
                 f"--vram: {slots} slots of {show_size(record.size)} need {show_size(slots * record.size)}, the budget is "

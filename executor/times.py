@@ -45,5 +45,7 @@ class StepTimes:
 
     def split(self) -> dict[str, int]:
         """ns of the step by what they went to; they add up to `wall_ns`."""
-        total = {name: sum(getattr(x, name) for x in self.layers) for name in ("expert", "wait_copy", "wait_cpu", "policy")}
+        total = {
+            name: sum(getattr(x, name) for x in self.layers) for name in ("expert", "wait_copy", "wait_cpu", "policy")
+        }
         return {"draft": self.draft, "dense": self.wall_ns - self.draft - sum(total.values()), **total}

@@ -4,6 +4,8 @@ The simulator's engine decides when copies land and what that costs; its callbac
 real experts. So a trace of the run, replayed with the same policy and profile, gives the same decisions exactly.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ..policies.driver import Driver, Plan
@@ -19,7 +21,9 @@ from .store import Arena, HostStore
 class VirtualHost:
     """Runs a model on simulated time. The arena has one slot more than the driver, for what is not kept."""
 
-    def __init__(self, driver: Driver, rates: Rates, store: HostStore, arena: Arena, dense_only_layers: int = 0) -> None:
+    def __init__(
+        self, driver: Driver, rates: Rates, store: HostStore, arena: Arena, dense_only_layers: int = 0
+    ) -> None:
         self.driver = driver
         self.engine = Engine(driver, rates, dense_only_layers, on_land=self._land, on_serve=self._serve)
         self._store, self._arena = store, arena
@@ -35,8 +39,8 @@ class VirtualHost:
             self.engine.draft(int(step.drafted.sum()))
         self.engine.step_begins(step, context)
 
-    def layer(self, call: Call, routed: Routed) -> None:
-        self._call = call
+    def layer(self, call: Call, route: Callable[[], Routed]) -> None:
+        self._call, routed = call, route()
         self.engine.layer(call.layer, routed.ids, routed.weights, None, routed.ahead)
         self._call = None
 

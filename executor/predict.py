@@ -1,0 +1,56 @@
+"""What the simulator says of a run that has just been made: same trace, policy, slots and machine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..policies.interface import Policy
+from ..simulator.machine import Machine
+from ..simulator.run import simulate
+from ..traces.errors import InputError
+from ..traces.reader import open_trace
+from ..traces.schema import Kind
+from .calibrate import with_policy_time
+from .session import Result
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Tokens/s after prefill, simulated and measured, and where the time of an output token went (ms), both ways."""
+
+    predicted: float
+    measured: float
+    predicted_split: dict[str, float]
+    measured_split: dict[str, float]
+
+    @property
+    def error(self) -> float:
+        """Relative: +0.1 is a prediction ten per cent too fast."""
+        return self.predicted / self.measured - 1 if self.measured else 0.0
+
+
+def predict(trace: Path, policy: Policy, machine: Machine, result: Result, seed: int = 0) -> Prediction:
+    """Replay a recorded live run. `policy` is a fresh object of the run's policy. The decision time charged is the run's."""
+    steps = [s for s in result.times if s.kind is not Kind.PREFILL]
+    layers = [layer for step in steps for layer in step.layers]
+    ns = sum(layer.policy for layer in layers) / max(1, len(layers))
+    run = simulate(open_trace(trace), policy, with_policy_time(machine, ns), result.slots, seed)
+    if run.error:
+        raise InputError(run.error)
+    simulated = [s for s in run.steps if s.kind is not Kind.PREFILL]
+    tokens = max(1, result.new_tokens)
+    wall = sum(s.wall_ns for s in simulated)
+    return Prediction(
+        predicted=tokens * 1e9 / wall if wall else 0.0,
+        measured=result.tokens_per_s,
+        predicted_split=_per_token([s.gpu for s in simulated], tokens),
+        measured_split=_per_token([s.split() for s in steps], tokens),
+    )
+
+
+def _per_token(splits: list[dict[str, int]], tokens: int) -> dict[str, float]:
+    """ms an output token."""
+    total: dict[str, float] = {}
+    for split in splits:
+        for name, ns in split.items():
+            total[name] = total.get(name, 0.0) + ns / tokens / 1e6
+    return total
