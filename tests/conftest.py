@@ -1,8 +1,12 @@
 """Tiny random models, saved once a session: real architectures and file formats at a size that runs anywhere."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+# These models are so small that a second thread only waits; on a shared machine it waits long. Subprocesses inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TINY_VOCAB = 320
 TINY_TEXT = (
@@ -32,7 +36,7 @@ def tiny_config(**changes):
         "vocab_size": TINY_VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 32,
         "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "max_position_embeddings": 16384,
-        "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
+        "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
         "initializer_range": 0.2,
     }  # fmt: skip
     return Qwen3MoeConfig(**{**fields, **changes})
@@ -64,7 +68,7 @@ def tiny_draft(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-draft")
     config = Qwen3Config(
         vocab_size=TINY_VOCAB, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, intermediate_size=96, max_position_embeddings=16384, tie_word_embeddings=True,
+        head_dim=16, intermediate_size=96, max_position_embeddings=16384, tie_word_embeddings=False,
         bos_token_id=None, eos_token_id=0, pad_token_id=0, initializer_range=0.2,
     )  # fmt: skip
     torch.manual_seed(0)

@@ -31,7 +31,7 @@ def one_at_a_time(size: int) -> int:
 
 def record(
     out: Path = typer.Option(..., "-o", "--out", help="Trace file to write; an old one is replaced."),
-    target: str | None = typer.Option(None, help="Folder or Hugging Face name [default: the embedded pair]."),
+    target: str | None = typer.Option(None, help="Folder or Hugging Face name (default: the embedded pair)."),
     draft: str | None = typer.Option(None, help='Draft model, or "none" for plain decoding.'),
     prompts: str | None = typer.Option(None, help="A .txt or .jsonl file, held-out, or one of its domains."),
     prompt_limit: int | None = typer.Option(None, help="Use only the first N prompts."),
@@ -44,7 +44,7 @@ def record(
     lookahead: int = typer.Option(0, min=0, help="Also ask the gates of the next J layers on this layer's input."),
     prefill_chunk: int = typer.Option(512, min=1, help="Most prompt tokens in one forward pass."),
     dtype: str | None = typer.Option(
-        None, help="auto, float32, bfloat16 or float16 [default: float32 for the embedded pair, else auto]."
+        None, help="auto, float32, bfloat16 or float16 (default: float32 for the embedded pair, else auto)."
     ),
     device: str = typer.Option("cpu", help="Where to run, for example cuda."),
     ignore_eos: bool = typer.Option(False, "--ignore-eos", help="Go on after an end token."),
