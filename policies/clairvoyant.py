@@ -1,6 +1,6 @@
 """What a cache could do at best, knowing the whole trace."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import ClassVar
@@ -15,16 +15,19 @@ class Min(Policy):
 
     One layer of one step is one event: at its end the experts with the earliest next use stay, out of residents and
     fetched ones. With `bypass` a fetched expert may be left out, which makes the number of copies minimal; without it
-    every miss must be admitted (classic MIN). It bounds hit counts of policies that copy on demand only: a
-    prefetching policy may hit more often, and a lower hit rate may be faster once a CPU computes as well.
+    every miss must be admitted (classic MIN). `placed` starts with what is needed first instead of with nothing, to
+    bound policies that do not start empty. It bounds hit counts of policies that copy on demand only: a prefetching
+    policy may hit more often, and a lower hit rate may be faster once a CPU computes as well.
     """
 
     name: ClassVar[str] = "min"
     clairvoyant: ClassVar[bool] = True
     scope: Scope = "layer"
     bypass: bool = True
+    placed: bool = False
 
     def setup(self, setup: Setup) -> None:
+        self._setup = setup
         self._layers = setup.layers
         self._step = 0
         self._layer = 0
@@ -45,6 +48,18 @@ class Min(Policy):
         over = key.layer <= self._layer  # this step's event of that layer is over, or is the present one
         step = self._future.next_use(key, self._step if over else self._step - 1)
         return NEVER if step == NEVER else step * self._layers + key.layer
+
+    def placement(self) -> Iterable[Key]:
+        if not self.placed:
+            return
+        self._step, self._layer = -1, self._layers  # before the first step
+        layers, experts = range(self._layers), range(self._setup.experts)
+        groups = [[layer] for layer in layers] if self.scope == "layer" else [list(layers)]
+        for heap, group, slots in zip(self._heaps, groups, self._setup.slots, strict=True):
+            first = sorted((self._next_event(key), key) for key in (Key(la, e) for la in group for e in experts))
+            for event, key in first[:slots]:
+                heappush(heap, (-event, key))
+                yield key
 
     def _heap(self, layer: int) -> list[tuple[int, Key]]:
         return self._heaps[layer if self.scope == "layer" else 0]

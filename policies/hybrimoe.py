@@ -102,10 +102,12 @@ class HybriMoe(_HybriMoe):
 
     Theirs: the three-timeline scheduler (`paper_schedule`), S = alpha * TopP(s) + (1 - alpha) * S with p = 2k and the
     smallest S evicted, prefetch of the expert that saves most time when the next `horizon` = 3 layers are planned with
-    and without it, from those layers' gates applied to the present hidden state (channel "next-gate"); random start.
-    Ours: alpha = 0.5 (the release's; the paper's value is not known), a batch counts once with the mean of its tokens'
-    scores, experts that a forecast needs are not evicted for a prefetch of the same layer, and equal impacts go to the
-    nearest layer. Times come from the machine's `Costs`, not from the paper's three-parameter model.
+    and without it, from those layers' gates applied to the present hidden state (channel "next-gate"); a random start
+    (`start=random`).
+    Ours: an empty start by default, as for the other policies; alpha = 0.5 (the release's; the paper's value is not
+    known); a batch counts once, with the mean of its tokens' scores; experts that a forecast needs are not evicted for
+    a prefetch of the same layer, and equal impacts go to the nearest layer. Times come from the machine's `Costs`, not
+    from the paper's three-parameter model.
     """
 
     name: ClassVar[str] = "hybrimoe"
@@ -114,7 +116,7 @@ class HybriMoe(_HybriMoe):
     p: int = 0  # 0: twice top-k
     horizon: int = 3
     prefetch: bool = True
-    start: Literal["random", "first", "empty"] = "random"
+    start: Literal["empty", "random", "first"] = "empty"
 
     def setup(self, setup: Setup) -> None:
         self._start(setup, self.alpha, self.p)
@@ -197,11 +199,11 @@ class HybriMoeRelease(_HybriMoe):
 
     Theirs: the head/tail scheduler (`release_schedule`), alpha 0.5, p = 2k, scores taken from the first token of a
     batch only, every expert fetched is admitted, prefetch of the `prefetch_size` best-scored experts of the next layer
-    (default 0) if the GPU has work, prefill wholly on the GPU with weights that are not kept; slots start with the
-    first ids. `literal` plans with the constants in the code instead of this machine's costs.
-    Ours: the scores do not change in prefill; absent experts of a prefill are streamed one by one, where theirs copies
-    whole layers ahead; verify batches are planned with their real loads; the bug that can give CPU experts each
-    other's routing weights is not copied.
+    (default 0) if the GPU has work, prefill wholly on the GPU with weights that are not kept; the cache starts with
+    the first ids (`start=first`). `literal` plans with the constants in the code instead of this machine's costs.
+    Ours: an empty start by default, as for the other policies; the scores do not change in prefill; absent experts of
+    a prefill are streamed one by one, where theirs copies whole layers ahead; verify batches are planned with their
+    real loads; the bug that can give CPU experts each other's routing weights is not copied.
     """
 
     name: ClassVar[str] = "hybrimoe-release"
@@ -209,7 +211,7 @@ class HybriMoeRelease(_HybriMoe):
     p: int = 0  # 0: twice top-k
     prefetch_size: int = 0
     literal: bool = False
-    start: Literal["random", "first", "empty"] = "first"
+    start: Literal["empty", "random", "first"] = "empty"
 
     def setup(self, setup: Setup) -> None:
         self._start(setup, self.alpha, self.p)

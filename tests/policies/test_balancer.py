@@ -1,0 +1,90 @@
+"""The balancer's threshold against the integer program, solved by PuLP, and against small cases by hand."""
+
+import numpy as np
+import pulp
+import pytest
+
+from moe_spac.policies.balancer import best_threshold, expected_ns
+from moe_spac.policies.interface import Costs
+
+
+def threshold_by_integer_program(utility, resident, gpu_ns, cpu_ns, room, copy_ns, budget_ns, cpu_first_ns):
+    """x[e]: on the GPU; y[tau]: the threshold is tau. Times are whole, so one objective also breaks ties upwards."""
+    top, experts = len(room) - 2, range(len(utility))
+    program = pulp.LpProblem("balance", pulp.LpMinimize)
+    x = [pulp.LpVariable(f"x{e}", cat="Binary") for e in experts]
+    y = {tau: pulp.LpVariable(f"y{tau}", cat="Binary") for tau in range(1, top + 2)}
+    any_cpu = pulp.LpVariable("any_cpu", cat="Binary")
+    gap = pulp.LpVariable("gap", lowBound=0)
+    program += gap * (top + 2) - pulp.lpSum(tau * y[tau] for tau in y)
+    program += pulp.lpSum(y.values()) == 1
+    for e in experts:
+        program += x[e] == pulp.lpSum(y[tau] for tau in y if tau <= utility[e])
+    working = [e for e in experts if cpu_ns[e] > 0]
+    for e in working:
+        program += any_cpu >= 1 - x[e]
+    program += any_cpu <= pulp.lpSum(1 - x[e] for e in working)
+    t_gpu = pulp.lpSum(int(gpu_ns[e]) * x[e] for e in experts)
+    t_cpu = pulp.lpSum(int(cpu_ns[e]) * (1 - x[e]) for e in experts) + cpu_first_ns * any_cpu
+    program += gap >= t_cpu - t_gpu
+    program += gap >= t_gpu - t_cpu
+    copies = pulp.lpSum(x[e] for e in experts if not resident[e])
+    program += copy_ns * copies <= budget_ns
+    program += copies <= pulp.lpSum(room[tau] * y[tau] for tau in y)
+    assert program.solve(pulp.PULP_CBC_CMD(msg=False)) == pulp.LpStatusOptimal
+    return next(tau for tau in y if y[tau].value() > 0.5)
+
+
+def instance(seed):
+    rng = np.random.default_rng(seed)
+    experts, top = int(rng.integers(3, 13)), int(rng.integers(1, 6))
+    used = rng.random(experts) < 0.7
+    return (
+        rng.integers(0, top + 1, experts),
+        rng.random(experts) < 0.4,
+        used * rng.integers(1, 6, experts),
+        used * rng.integers(1, int(rng.choice([4, 20])), experts),
+        np.sort(rng.integers(0, experts + 1, top + 2)).tolist(),
+        int(rng.integers(1, 5)),
+        int(rng.integers(0, 25)),
+        int(rng.integers(0, 4)),
+    )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PuLP 3 announces 4, PuLP 2 has only these names
+def test_equals_the_integer_optimum():
+    chosen = [(best_threshold(*instance(seed)), instance(seed)) for seed in range(40)]
+    assert len({tau for tau, _ in chosen}) >= 5  # the instances ask for different answers
+    for tau, given in chosen:
+        assert tau == threshold_by_integer_program(*given)
+
+
+NO_LIMIT = [9, 9, 9, 9]
+
+
+@pytest.mark.parametrize(
+    ("budget", "room", "tau"),
+    [
+        (100, NO_LIMIT, 2),  # hot {2, 2}: GPU 4, CPU 6; tau 1 gives 6 against 3, tau 3 gives 0 against 12
+        (9, NO_LIMIT, 3),  # two copies cost 10
+        (100, [9, 9, 1, 9], 1),  # no room for two at tau 2; three fit at tau 1
+        (100, [0, 0, 0, 0], 3),
+    ],
+)
+def test_by_hand(budget, room, tau):
+    utility, nobody = np.array([2, 2, 1, 0]), np.zeros(4, bool)
+    gpu, cpu = np.full(4, 2), np.full(4, 3)
+    assert best_threshold(utility, nobody, gpu, cpu, room, 5, budget) == tau
+
+
+def test_ties_copy_less():
+    # Nothing has work: all thresholds balance.
+    nothing = np.zeros(3, int)
+    assert best_threshold(np.array([1, 2, 2]), np.zeros(3, bool), nothing, nothing, NO_LIMIT, 1, 100) == 3
+
+
+def test_times_follow_the_costs():
+    costs = Costs(8, 2, 1.0, 0, 10, 30, 20.0, 0, 0, 0)
+    gpu, cpu = expected_ns(np.array([0.0, 0.4, 1.0, 5.0]), costs)
+    assert gpu.tolist() == [0, 0, costs.gpu_ns(1), costs.gpu_ns(5)]
+    assert cpu.tolist() == [0, 0, costs.cpu_ns(1), costs.cpu_ns(5)]

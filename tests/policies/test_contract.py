@@ -1,0 +1,102 @@
+"""What every policy must do whatever the trace, the slots and the moments at which copies land."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_loop import Host, make_setup, random_routing
+
+from moe_spac.policies.load import load_policy, policy_names
+from moe_spac.traces.schema import Kind
+
+VARIANTS = [
+    *policy_names(),
+    "ar-lru:scope=global",
+    "hybrimoe:start=random,horizon=1",
+    "hybrimoe-release:prefetch_size=3,start=first,literal=true",
+    "min:scope=global",
+    "min:bypass=false,placed=true",
+    "moe-spac:scale=false",
+    "moe-spac:unified=false",
+    "moe-spac:adaptive=false,discard_late=false",
+    "moe-spac:balance=false,offload_tokens=3",
+    "moe-spac-release:up=1,offload_tokens=4",
+    "moe-spac-release:up=1,tau=2,balance=true",
+    "static:partial=false",
+]
+
+
+def play(spec, seed, slots, link=1, cpu=True, draft=3):
+    rng = np.random.default_rng(seed)
+    layers, experts, top_k = 3, 6, 2
+    routing = random_routing(rng, 8, layers, experts, top_k)
+    kinds = [Kind.PREFILL if rng.random() < 0.2 else Kind.VERIFY for _ in routing]
+    policy = load_policy(spec)
+    setup = make_setup(policy, layers, experts, slots, top_k, cpu=cpu, draft_length=draft, seed=seed)
+    host = Host(policy, setup, routing, rng, link)
+    host.wall_ns = int(rng.integers(0, 3)) * 100_000
+    host.play(kinds, ahead=3, scores=bool(rng.integers(2)))
+    return host
+
+
+@pytest.mark.parametrize("spec", VARIANTS)
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 7), st.integers(1, 2), st.booleans(), st.sampled_from([0, 3, 8]))
+def test_serves_every_expert_once_within_the_slots_and_repeats_itself(spec, seed, slots, link, cpu, draft):
+    host = play(spec, seed, slots, link, cpu, draft)
+    total = host.driver.total
+    assert total.fallbacks == 0
+    assert total.hits + total.cpu + total.joins + total.fetches + total.streams >= total.needed
+    assert total.cpu == 0 or cpu
+    again = play(spec, seed, slots, link, cpu, draft)
+    assert again.record == host.record
+    assert again.driver.total == total
+
+
+@pytest.mark.parametrize("spec", VARIANTS)
+def test_one_object_serves_several_runs(spec):
+    policy = load_policy(spec)
+    routing = random_routing(np.random.default_rng(5), 15, 2, 6, 2)
+    setup = make_setup(policy, 2, 6, 3, draft_length=3)
+    records = []
+    for _ in range(2):
+        host = Host(policy, setup, routing)
+        host.play(ahead=1)
+        records.append(host.record)
+    assert records[0] == records[1]
+
+
+@pytest.mark.parametrize("spec", [s for s in VARIANTS if "static" not in s and "spac" not in s])
+def test_with_a_slot_for_each_expert_nothing_is_evicted(spec):
+    host = play(spec, 3, slots=6)
+    assert host.driver.total.evictions == 0
+
+
+ON_AND_OFF = [
+    ("hybrimoe", "hybrimoe:prefetch=false", 8),
+    ("hybrimoe", "hybrimoe:alpha=1.0", 8),
+    ("hybrimoe-release", "hybrimoe-release:prefetch_size=2", 8),
+    ("moe-spac", "moe-spac:adaptive=false", 8),
+    ("moe-spac", "moe-spac:balance=false", 8),
+    ("moe-spac", "moe-spac:unified=false", 8),
+    ("moe-spac:balance=false", "moe-spac:balance=false,discard_late=false", 8),
+    ("moe-spac", "moe-spac:scale=false", 4),
+    ("moe-spac-release:up=2", "moe-spac-release:up=1", 8),
+    ("min", "min:bypass=false", 8),
+    ("static", "static:offload_tokens=2", 8),
+]
+
+
+@pytest.mark.parametrize(("on", "off", "draft"), ON_AND_OFF)
+def test_every_feature_changes_decisions(on, off, draft):
+    records = []
+    for spec in (on, off):
+        rng = np.random.default_rng(11)
+        policy = load_policy(spec)
+        routing = random_routing(rng, 40, 3, 16, 3, tokens=draft + 1)
+        setup = make_setup(policy, 3, 16, 5, 3, draft_length=draft)
+        host = Host(policy, setup, routing, rng, slow=True)
+        host.wall_ns = 600_000
+        host.play(ahead=2)
+        records.append(host.record)
+    assert records[0] != records[1]

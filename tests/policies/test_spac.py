@@ -1,0 +1,265 @@
+"""MoE-SpAc: the released code's known answers, a literal re-telling of it, and what the paper's switches add."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from policy_loop import COSTS, Host, make_setup, random_routing
+
+from moe_spac.policies.driver import Driver
+from moe_spac.policies.interface import Key, LayerReport, Setup, StepInfo
+from moe_spac.policies.load import load_policy
+from moe_spac.policies.spac import LevelQueues, MoeSpac, MoeSpacRelease, Request, SlotKeys
+from moe_spac.policies.utility import calibrate, scaled_constants, transition
+from moe_spac.traces.schema import Kind
+
+
+@pytest.mark.parametrize(
+    ("start", "counts", "utilities"),
+    [
+        (0, [9] * 6, [1, 2, 3, 4, 5, 5]),
+        (0, [8] * 6, [1, 2, 3, 4, 4, 4]),
+        (0, [6] * 4, [1, 2, 2, 2]),
+        (0, [5] * 4, [1, 1, 1, 1]),
+        (0, [4] * 4, [0, 0, 0, 0]),
+        (0, [9, 9, 0, 1, 1, 0, 5, 9, 7, 3, 2, 2, 0, 0], [1, 2, 1, 1, 1, 0, 1, 2, 3, 3, 2, 2, 1, 0]),
+        (5, [0] * 6, [4, 3, 2, 1, 0, 0]),
+        (5, [3] * 4, [4, 3, 3, 3]),
+        (3, [1] * 6, [2, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_released_transition(start, counts, utilities):
+    u, seen = np.array([start]), []
+    for f in counts:
+        u = transition(u, np.array([f]), 5, 1, 5)
+        seen.append(int(u[0]))
+    assert seen == utilities
+
+
+def test_victims_by_key_then_id_below_the_threshold():
+    keys = SlotKeys(10, 100, 5)
+    for id_, key in ((300, 0), (12, 0), (1, 2), (0, 6)):
+        keys.add(id_, key)
+    order = []
+    for _ in range(4):
+        key, id_ = keys.coldest()
+        order.append((key, id_))
+        keys.remove(id_)
+    assert order == [(0, 12), (0, 300), (2, 1), (6, 0)]
+    assert [key < 1 for key, _ in order] == [True, True, False, False]
+
+
+def test_queues_serve_the_highest_level_in_order_of_age():
+    queues = LevelQueues(5, 10)
+    for id_, level in ((10, 1), (11, 3), (20, 3), (12, 1)):
+        queues.push(Request(id_, level, 0))
+    queues.drop_heads(1)  # 10 and 11 are first in theirs, and so is 12 then
+    assert queues.pop(1) == (20, 3, 0)
+    assert queues.pop(1) is None
+
+
+@pytest.mark.parametrize(("draft", "constants"), [(8, (5, 5, 1)), (4, (5, 1, 1)), (2, (3, 1, 1)), (0, (1, 1, 1))])
+def test_constants_scale_with_the_draft(draft, constants):
+    assert scaled_constants(draft, 5) == constants
+
+
+def test_boundaries_follow_the_mean_deviation():
+    # Rises 3 and 1 (mean 2), falls 2 (mean 2).
+    up, down = calibrate(np.array([0, 1, 2, 1]), np.array([3, 2, 0, 1]), 5.0, 1.0, 5, 0.1)
+    assert (up, down) == (pytest.approx(4.7), pytest.approx(1.1))
+    assert calibrate(np.array([1]), np.array([1]), 5.0, 1.0, 5, 0.1) == (5.0, 1.0)
+    assert calibrate(np.array([0]), np.array([99]), 5.0, 1.0, 5, 1.0) == (5.0, 1.0)
+
+
+def test_four_tokens_never_heat_anything():
+    policy = MoeSpacRelease()
+    routing = random_routing(np.random.default_rng(0), 30, 2, 8, 2, tokens=4)
+    driver = Host(policy, make_setup(policy, 2, 8, 4, draft_length=3), routing).play()
+    assert not policy.utility.u.any()
+    assert driver.total.copies == driver.total.hits == 0
+    assert driver.total.cpu == driver.total.needed
+
+
+class Retold:
+    """The released code's cache and prefetcher in its own terms: slots in an ordered set, one queue a level."""
+
+    def __init__(self, experts, slots):
+        self.experts = experts
+        self.slots = [(-1, -slot) for slot in range(slots, 0, -1)]
+        self.queues = {level: [] for level in range(1, 6)}
+        self.u = {}
+        self.held = None
+        self.copying = (0, 0)
+
+    def begins(self, layer):
+        for queue in self.queues.values():
+            while queue and queue[0] // self.experts == layer:
+                del queue[0]
+        self.slots = [(6 if self._in(i, layer) else key, i) for key, i in self.slots]
+        return [i % self.experts for key, i in self.slots if key == 6]
+
+    def _in(self, id_, layer):
+        return id_ >= 0 and id_ // self.experts == layer
+
+    def ends(self, layer, counts):
+        self.slots = [(0 if key == 6 else key, i) for key, i in self.slots]
+        for expert in range(self.experts):
+            id_ = layer * self.experts + expert
+            f, u = counts.get(expert, 0), self.u.get(id_, 0)
+            if f - u >= 5:
+                u = min(5, u + 1)
+            elif u - f >= 1:
+                u = max(0, u - 1)
+            self.u[id_] = u
+            if u > 0:
+                self.queues[u].append(id_)
+
+    def link_free(self):
+        """(id to copy, id that goes or None), or None while there is nothing to do."""
+        while True:
+            if self.held is None:
+                level = max((q for q in self.queues if self.queues[q]), default=None)
+                if level is None:
+                    return None
+                self.held = (self.queues[level].pop(0), level)
+            id_, level = self.held
+            there = [key for key, i in self.slots if i == id_]
+            if there:
+                self.slots = [(max(key, level) if i == id_ else key, i) for key, i in self.slots]
+                self.held = None
+                continue
+            key, out = min(self.slots, default=(9, 0))
+            if key >= 1:
+                return None
+            self.slots.remove((key, out))
+            self.copying, self.held = (level, id_), None
+            return id_, out if key == 0 else None
+
+    def landed(self):
+        self.slots.append(self.copying)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_release_decides_as_the_code_does(seed):
+    rng = np.random.default_rng(seed)
+    layers, experts, slots = 3, 6, 5
+    record = []
+    driver = Driver(MoeSpacRelease(), Setup(layers, experts, 2, 1, (slots,), COSTS, draft_length=8), record=record)
+    told, flying, moved = Retold(experts, slots), [], 0
+
+    def link():
+        nonlocal moved
+        for _ in range(int(rng.integers(0, 3))):
+            if flying:
+                driver.landed(flying.pop(), 1)
+                told.landed()
+                continue
+            before = len(record)
+            key, answer = driver.next_fetch(), told.link_free()
+            evicted = [note[2] for note in record[before:] if note[1] == "evict"]
+            assert (key is None) == (answer is None)
+            if key is not None and answer is not None:
+                moved += 1
+                assert key == Key(*divmod(answer[0], experts))
+                assert evicted == ([] if answer[1] is None else [Key(*divmod(answer[1], experts))])
+                flying.append(key)
+
+    for index, ids in enumerate(random_routing(rng, 100, layers, experts, 2, tokens=9)):
+        driver.step_begins(StepInfo(index, Kind.VERIFY, np.zeros(len(ids), np.int32), np.zeros(len(ids), bool)))
+        for layer in range(layers):
+            there = told.begins(layer)
+            plan = driver.gate(layer, ids[:, layer])
+            assert set(plan.gpu) == set(there) & set(plan.demand.experts)
+            assert not plan.copies
+            assert not plan.joins
+            link()
+            driver.layer_ends(LayerReport(layer, 0, 0, 0, 0, 0))
+            told.ends(layer, plan.demand.load())
+            link()
+        driver.cache.check()
+    assert moved > slots
+
+
+@pytest.mark.parametrize("policy", [MoeSpac(), MoeSpacRelease()])
+def test_large_batches_pass_by(policy):
+    driver = Driver(policy, Setup(1, 8, 2, 1, (3,), COSTS, draft_length=8))
+    hot = np.array([[0, 1]] * 9)
+    for _ in range(3):
+        driver.gate(0, hot)
+        driver.layer_ends(LayerReport(0, 0, 0, 0, 0, 0))
+        while (key := driver.next_fetch()) is not None:
+            driver.landed(key, 0)
+    before = policy.utility.u.copy()
+    assert driver.cache.residents(0) == [0, 1]
+    plan = driver.gate(0, np.array([[0, 5]] * 32))
+    assert (plan.gpu, plan.copies, plan.kept, plan.cpu) == ((0,), (5,), frozenset(), ())
+    driver.layer_ends(LayerReport(0, 0, 0, 0, 0, 0))
+    assert (policy.utility.u == before).all()
+    assert driver.gate(0, hot).gpu == (0, 1)
+
+
+def test_release_evicts_a_hot_expert_for_a_waiting_request_and_the_paper_does_not():
+    """Layer 0's experts fill the pool; layer 1's wait, and find layer 0's at key 0 when it ends the next time."""
+    evicted = {}
+    for policy in (MoeSpac(balance=False, adaptive=False), MoeSpacRelease()):
+        record = []
+        driver = Driver(policy, Setup(2, 4, 2, 1, (2,), COSTS, draft_length=8), record=record)
+        for _ in range(2):
+            for layer, chosen in enumerate(((0, 1), (2, 3))):
+                driver.gate(layer, np.array([chosen] * 9))
+                driver.layer_ends(LayerReport(layer, 0, 0, 0, 0, 0))
+                while (key := driver.next_fetch()) is not None:
+                    driver.landed(key, 0)
+        evicted[policy.name] = next((note[2] for note in record if note[1] == "evict"), None)
+    assert evicted == {"moe-spac": None, "moe-spac-release": Key(0, 0)}
+
+
+def test_a_request_whose_layer_has_begun_is_dropped_only_by_the_paper():
+    """The only slot is held by a hot expert of layer 0; layer 1's request waits, and is late at its next run."""
+    for policy, wanted in (
+        (MoeSpac(balance=False, adaptive=False), Key(0, 3)),
+        (MoeSpacRelease(unified=True), Key(1, 2)),
+    ):
+        driver = Driver(policy, Setup(2, 4, 1, 1, (1,), COSTS, draft_length=8))
+
+        def run(layer, expert, prefetch=True, driver=driver):
+            driver.gate(layer, np.array([[expert]] * 9))
+            driver.layer_ends(LayerReport(layer, 0, 0, 0, 0, 0))
+            if prefetch and (key := driver.next_fetch()) is not None:
+                driver.landed(key, 0)
+
+        run(0, 0)
+        run(1, 2)  # asked for, no victim: held
+        run(0, 3, prefetch=False)  # 0 cools to level 0, but nobody asks the link yet
+        driver.gate(1, np.array([[3]] * 9))
+        assert driver.next_fetch() == wanted
+
+
+def test_nothing_is_asked_for_when_a_copy_takes_longer_than_a_layers_share_of_a_step():
+    steps = []
+    for copy_ns in (1_000, 10_000_000):
+        policy = MoeSpac()
+        routing = random_routing(np.random.default_rng(8), 30, 2, 8, 2, tokens=9)
+        costs = replace(COSTS, copy_bytes_ns=copy_ns)
+        host = Host(policy, make_setup(policy, 2, 8, 3, draft_length=8, costs=costs), routing)
+        host.wall_ns = 1_000_000
+        host.play()
+        steps.append([note[0] for note in host.record if note[1] == "prefetch"])
+    assert max(steps[0]) > 5
+    assert max(steps[1]) == 0  # before the first step has been timed the link's share is not known
+
+
+def test_plain_decoding_is_inert_in_the_release_and_means_last_use_in_the_paper():
+    routing = random_routing(np.random.default_rng(6), 30, 2, 8, 2, tokens=1)
+    totals = {}
+    for spec in ("moe-spac-release", "moe-spac"):
+        policy = load_policy(spec)
+        totals[spec] = Host(policy, make_setup(policy, 2, 8, 4), routing).play().total
+    assert totals["moe-spac-release"].copies == 0
+    assert totals["moe-spac"].hits > 0
+
+
+@pytest.mark.parametrize("bad", [{"k": 0}, {"tau": 7}, {"tau": 0}, {"smoothing": 0.0}])
+def test_impossible_parameters(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        MoeSpac(**bad)
