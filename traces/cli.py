@@ -6,10 +6,13 @@ from typing import Annotated
 
 import typer
 
+from .cli_record import record
 from .console import run_app, say, show_json, show_table
 from .errors import InputError
 
 app = typer.Typer(help="Record, look at, import and export routing traces.", no_args_is_help=True, add_completion=False)
+
+app.command("record")(record)
 
 TraceName = Annotated[
     str, typer.Argument(metavar="T", help="A trace file, or the name of a bundled trace (gpt-oss-20b).")

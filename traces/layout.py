@@ -34,6 +34,7 @@ STEPS_KEY = b"spac.steps"
 TOKENS_KEY = b"spac.tokens"
 
 KINDS = tuple(Kind)
+CODES = {str(kind): code for code, kind in enumerate(KINDS)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +73,18 @@ class Rows:
 
     def steps(self) -> Iterator[Step]:
         """The steps; their arrays are views of these columns."""
-        starts = self.starts.tolist()
-        for a, b in zip(starts, [*starts[1:], len(self)], strict=True):
+        starts = self.starts
+        of_step = [getattr(self, name)[starts].tolist() for name in ("sequence", "turn", "kind", "accepted")]
+        ends = [*starts[1:].tolist(), len(self)]
+        for a, b, sequence, turn, kind, accepted in zip(starts.tolist(), ends, *of_step, strict=True):
             yield Step(
-                sequence=int(self.sequence[a]),
-                turn=int(self.turn[a]),
-                kind=KINDS[self.kind[a]],
+                sequence=sequence,
+                turn=turn,
+                kind=KINDS[kind],
                 positions=self.position[a:b],
                 tokens=self.token[a:b],
                 drafted=self.drafted[a:b],
-                accepted=int(self.accepted[a]),
+                accepted=accepted,
                 experts=self.experts[a:b],
                 weights=None if self.weights is None else self.weights[a:b],
                 scores=None if self.scores is None else self.scores[a:b],
@@ -161,17 +164,24 @@ def header_of(schema: pa.Schema, name: str) -> Header:
     if str(zlib.crc32(text)).encode() != metadata.get(HEADER_CRC_KEY):
         raise InputError(f"{name}: the header is damaged (checksum differs); take the file from its source again")
     content: dict[str, Any] = json.loads(text)
-    version = content.get("format_version", 0)
-    if version > FORMAT_VERSION:
-        writer = content.get("tools", {}).get("moe-spac")
-        newer = f"moe-spac {writer}, which wrote it," if writer else "a moe-spac that reads it"
-        raise InputError(
-            f"{name}: trace format version {version} is needed, this one reads up to {FORMAT_VERSION}; install {newer}"
-        )
-    header = Header.from_dict(content)
+    _refuse_newer(content, name)
+    try:
+        header = Header.from_dict(content)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{name}: the header does not have the fields of its format version: {error}") from error
     if not schema.equals(schema_of(header)):
         raise InputError(f"{name}: the columns are not those that the header promises; the file is damaged")
     return header
+
+
+def _refuse_newer(content: dict[str, Any], name: str) -> None:
+    version = content.get("format_version", 0)
+    if version > FORMAT_VERSION:
+        writer = content.get("tools", {}).get("moe-spac")
+        newer = f"moe-spac {writer}, which wrote it" if writer else "a moe-spac that reads it"
+        raise InputError(
+            f"{name}: trace format version {version} is needed, this one reads up to {FORMAT_VERSION}; install {newer}"
+        )
 
 
 def to_batch(rows: Rows, schema: pa.Schema) -> pa.RecordBatch:
@@ -198,7 +208,7 @@ def from_batch(batch: pa.RecordBatch, header: Header) -> Rows:
         if column.null_count:
             raise ValueError(f"column {name} has missing values")
         if name == "kind":
-            values[name] = np.array([KINDS.index(Kind(kind)) for kind in column.to_pylist()], np.uint8)
+            values[name] = np.array([CODES.get(kind, len(CODES)) for kind in column.to_pylist()], np.uint8)
         else:
             array = column.to_numpy(zero_copy_only=False)
             values[name] = array.reshape(-1, *shapes[name][1]) if name in shapes else array
@@ -221,6 +231,8 @@ def flaw_in(rows: Rows, header: Header, first: int) -> str | None:
         return None
     starts = rows.starts
     sizes = np.diff(np.r_[starts, len(rows)])
+    if rows.kind.max() >= len(KINDS):
+        return "it holds a kind of step that this format does not have"
     if not np.array_equal(rows.step[starts], np.arange(first, first + len(starts))):
         return f"steps do not count on from {first}"
     for name in ("sequence", "turn", "kind", "accepted"):

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from .errors import InputError
 from .layout import CRC_KEY, END_KEY, KINDS, STEPS_KEY, TOKENS_KEY, Rows, crc_of, flaw_in, from_batch, header_of
-from .schema import Header, Step
+from .schema import Header, Kind, Step
 
 DATA = Path(__file__).parent / "data"
 BUNDLED = {"gpt-oss-20b": DATA / "gpt-oss-20b.spac"}
@@ -128,7 +128,7 @@ class Trace:
                 tokens += len(rows)
                 drafted += int(rows.drafted.sum())
                 accepted += int(rows.accepted[starts].sum())
-                emitted += sum(s.emitted for s in rows.steps())
+                emitted += int((rows.accepted[starts] + 1)[rows.kind[starts] != KINDS.index(Kind.PREFILL)].sum())
         steps = {str(kind): kinds[i] for i, kind in enumerate(KINDS)}
         size = self.path.stat().st_size
         return Summary(steps, tokens, drafted, accepted, emitted, len(sequences), size, reading.state)
@@ -147,7 +147,8 @@ class _Pass:
         self.batch = 0
 
     def rows(self) -> Iterator[Rows]:
-        stream = pa.ipc.open_stream(self.source)
+        # A batch is small: handing its columns to other threads costs more than unpacking them.
+        stream = pa.ipc.open_stream(self.source, options=pa.ipc.IpcReadOptions(use_threads=False))
         while True:
             start = self.source.tell()
             try:

@@ -53,7 +53,7 @@ def overlap(experts: np.ndarray, offsets: np.ndarray, lag: int = 1) -> np.ndarra
 
 
 def unions(experts: np.ndarray, offsets: np.ndarray, windows: Sequence[int]) -> np.ndarray:
-    """[len(windows), L] mean number of distinct experts in n consecutive tokens, over all windows of n; nan without one.
+    """[len(windows), L] mean distinct experts in n consecutive tokens, over all windows of n; nan without one.
 
     An expert counts in a window through its last use there: the use at t of an expert that comes back at n is the
     last one in the windows that end at t..n-1, so one pass over the uses answers for every window at once.

@@ -47,7 +47,7 @@ class TraceWriter:
             self._file = self.path.open("wb")
         except OSError as error:
             raise InputError(f"{self.path}: cannot write: {error.strerror}") from error
-        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        options = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
         self._stream = pa.ipc.new_stream(self._file, self._schema, options=options)
         self._write(self._empty(), {})  # Arrow holds the header back until the first batch
 

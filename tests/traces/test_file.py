@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from moe_spac.traces import open_trace
 from moe_spac.traces.errors import InputError
 from moe_spac.traces.export import export_parquet
 from moe_spac.traces.layout import HEADER_CRC_KEY, HEADER_KEY
-from moe_spac.traces.schema import FORMAT_VERSION, DraftShape, Header, Kind, ModelShape, Provenance, Step
+from moe_spac.traces.schema import FORMAT_VERSION, Header, Kind, ModelShape, Provenance, Step
 from moe_spac.traces.writer import TraceWriter
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -65,7 +66,9 @@ def same(a: Step, b: Step) -> bool:
     if (a.sequence, a.turn, a.kind, a.accepted) != (b.sequence, b.turn, b.kind, b.accepted):
         return False
     pairs = [(getattr(a, name), getattr(b, name)) for name in ARRAYS]
-    return all((x is None) == (y is None) and (x is None or np.array_equal(x, np.asarray(y, x.dtype))) for x, y in pairs)
+    return all(
+        (x is None) == (y is None) and (x is None or np.array_equal(x, np.asarray(y, x.dtype))) for x, y in pairs
+    )
 
 
 @settings(max_examples=12, deadline=None)
@@ -105,7 +108,9 @@ def test_counts(tmp_path):
 
 def test_kept_rows_by_batch_equal_those_by_step(tmp_path):
     header, rng = small_header(), np.random.default_rng(1)
-    steps = [random_step(rng, header, kind, n) for kind, n in [(Kind.VERIFY, 4), (Kind.PREFILL, 3), (Kind.VERIFY, 6)] * 5]
+    steps = [
+        random_step(rng, header, kind, n) for kind, n in [(Kind.VERIFY, 4), (Kind.PREFILL, 3), (Kind.VERIFY, 6)] * 5
+    ]
     trace = open_trace(write(tmp_path / "t.spac", header, steps))
     assert np.array_equal(np.concatenate([r.kept for r in trace.batches()]), np.concatenate([s.kept for s in steps]))
 
@@ -237,14 +242,15 @@ def test_a_flipped_bit_is_refused_or_harmless(tmp_path):
 def test_a_cut_file_gives_a_beginning_of_its_steps(tmp_path):
     good = (FIXTURES / "v1.spac").read_bytes()
     steps, _ = read_all(tmp_path / "t.spac", good)
+    header_ends = good.index(b"\xff\xff\xff\xff", 4)
     for size in range(0, len(good) - 8, 149):
-        try:
-            read, state = read_all(tmp_path / "t.spac", good[:size])
-        except InputError as error:
-            assert size < 2000, error  # the header itself is cut
-        else:
-            assert state == f"incomplete: {len(read)} steps, tail dropped"
-            assert all(same(a, b) for a, b in zip(read, steps, strict=False))
+        if size < header_ends:
+            with pytest.raises(InputError):
+                read_all(tmp_path / "t.spac", good[:size])
+            continue
+        read, state = read_all(tmp_path / "t.spac", good[:size])
+        assert state == f"incomplete: {len(read)} steps, tail dropped"
+        assert all(same(a, b) for a, b in zip(read, steps, strict=False))
 
 
 def test_damage_in_the_middle_names_the_batch_even_if_the_end_is_missing(tmp_path):
@@ -304,7 +310,13 @@ def test_missing_files_and_folders_are_refused(tmp_path):
 
 def test_arrow_streams_that_are_no_traces_are_refused(tmp_path):
     schema = pa.schema([("a", pa.int32())])
-    for metadata, what in ((None, "no spac.header"), ({HEADER_KEY: b"{}", HEADER_CRC_KEY: b"1"}, "header is damaged")):
+    empty = {HEADER_KEY: b"{}", HEADER_CRC_KEY: str(zlib.crc32(b"{}"))}
+    damaged = {**empty, HEADER_CRC_KEY: b"1"}
+    for metadata, what in (
+        (None, "no spac.header"),
+        (damaged, "header is damaged"),
+        (empty, "does not have the fields"),
+    ):
         with pa.ipc.new_stream(str(tmp_path / "t.spac"), schema.with_metadata(metadata)) as stream:
             stream.write_table(pa.table({"a": pa.array([1], pa.int32())}, schema=schema.with_metadata(metadata)))
         with pytest.raises(InputError, match=what):
