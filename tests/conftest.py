@@ -1,4 +1,4 @@
-"""Tiny random models, saved once a session: real architectures and file formats at a size that runs anywhere."""
+"""Shared fixtures: the tiny models of `tiny.py`, saved once a session."""
 
 import os
 from pathlib import Path
@@ -8,78 +8,28 @@ import pytest
 # These models are so small that a second thread only waits; on a shared machine it waits long. Subprocesses inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-TINY_VOCAB = 320
-TINY_TEXT = (
-    "the expert that the router chose is the expert that computes; the other experts wait in memory. "
-    "To be, or not to be, that is the question. def add(first, second): return first + second. "
-    "Question: how many apples are there? Answer: there are 12 apples. And God said, let there be light. "
-) * 4
-
-
-def save_tiny_tokenizer(folder: Path) -> None:
-    """A byte-level BPE of 320 tokens, learned from a few lines."""
-    from tokenizers import ByteLevelBPETokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(
-        [TINY_TEXT], vocab_size=TINY_VOCAB, min_frequency=1, special_tokens=["<|endoftext|>"], show_progress=False
-    )
-    PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|endoftext|>").save_pretrained(folder)
-
-
-def tiny_config(**changes):
-    """TINY-T: Qwen3-MoE, hidden 64, 2 layers, 8 experts, top-2, expert width 32."""
-    from transformers import Qwen3MoeConfig
-
-    fields = {
-        "vocab_size": TINY_VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 32,
-        "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "max_position_embeddings": 16384,
-        "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
-        "initializer_range": 0.2,
-    }  # fmt: skip
-    return Qwen3MoeConfig(**{**fields, **changes})
-
-
-def save_tiny_target(folder: Path, **changes) -> Path:
-    """Save TINY-T, seed 0, with its tokenizer; `changes` overrides fields of its configuration."""
-    import torch
-    from transformers import Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    Qwen3MoeForCausalLM(tiny_config(**changes)).save_pretrained(folder)
-    save_tiny_tokenizer(folder)
-    return folder
-
 
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory) -> Path:
-    """Folder of TINY-T."""
+    """Folder of TINY-T: Qwen3-MoE, 2 layers, 8 experts, top-2."""
+    from tiny import save_tiny_target
+
     return save_tiny_target(tmp_path_factory.mktemp("tiny-target"))
 
 
 @pytest.fixture(scope="session")
 def tiny_draft(tmp_path_factory) -> Path:
-    """Folder of TINY-D: dense Qwen3 with 1 layer, seed 0, the target's tokenizer."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    """Folder of TINY-D: dense Qwen3, 1 layer, the target's tokenizer."""
+    from tiny import save_tiny_draft
 
-    folder = tmp_path_factory.mktemp("tiny-draft")
-    config = Qwen3Config(
-        vocab_size=TINY_VOCAB, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, intermediate_size=96, max_position_embeddings=16384, tie_word_embeddings=False,
-        bos_token_id=None, eos_token_id=0, pad_token_id=0, initializer_range=0.2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    save_tiny_tokenizer(folder)
-    return folder
+    return save_tiny_draft(tmp_path_factory.mktemp("tiny-draft"))
 
 
 @pytest.fixture(scope="session")
 def tiny_shape(tiny_target):
     """ModelShape of TINY-T in float32."""
+    from tiny import tiny_config
+
     from moe_spac.traces.models import model_shape
 
     return model_shape(tiny_config(), str(tiny_target))

@@ -196,9 +196,9 @@ def test_recurrent_model_is_refused_as_draft(pair):
         num_experts_per_tok=2, layer_types=["linear_attention", "full_attention"],
     )  # fmt: skip
     model = Qwen3NextForCausalLM(config)
-    with pytest.raises(InputError, match="the draft .* cannot be rolled back"):
+    with pytest.raises(InputError, match=r"the draft .* cannot be rolled back"):
         Speculation(pair.target, model, Options())
-    with pytest.raises(InputError, match="the target .* cannot be rolled back"):
+    with pytest.raises(InputError, match=r"the target .* cannot be rolled back"):
         Speculation(model, pair.draft, Options())
 
 
