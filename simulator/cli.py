@@ -129,7 +129,7 @@ def sizes_for(
     else:
         flag = "--cache-fraction"
         parts = _numbers(flag, fraction or PAPER_FRACTION)
-        totals = [round(part * layers * shape.experts) for part in parts]
+        totals = [max(round(part * layers * shape.experts), part > 0) for part in parts]
         if fraction is None:  # of few experts the paper's share may be less than one token needs
             totals = [max(totals[0], layers * shape.top_k)]
     for total in totals:

@@ -51,6 +51,7 @@ def draw_all(folder: Path, outcomes: Sequence[Outcome], layers: int, origin: str
 def _save(figure: Figure, stem: Path) -> None:
     """The same data give the same bytes: no date, no random ids."""
     figure.savefig(stem.with_suffix(".png"), dpi=150)
+    figure.set_layout_engine("none")  # the layout stands; working it out again takes as long as drawing
     figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None})
 
 
@@ -165,7 +166,9 @@ def _time_bar(axes: Axes, row: float, o: Outcome, used: Sequence[str]) -> None:
         return
     begin = 0.0
     for part in used:
-        width = float(o.metrics[f"gpu_{part}_ms_per_token"] or 0)
+        width = float(o.metrics[f"gpu_{part}_ms_per_token"])
+        if not width:
+            continue
         _, color, hatch = PARTS[part]
         axes.barh(row, width, 0.78, left=begin, color=color, hatch=hatch, edgecolor="black", linewidth=0.5)
         begin += width

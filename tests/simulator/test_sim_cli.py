@@ -1,0 +1,191 @@
+import json
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from speculated import BROKEN, plain, speculated, write
+
+from moe_spac.policies.load import read_policy_file
+from moe_spac.simulator.cli import main
+from moe_spac.simulator.machine import load_machine, show_machine
+
+FAST = ("--no-plots", "--policy", "static", "--no-optimum")
+
+
+@pytest.fixture
+def sim(tmp_path, monkeypatch, capsys):
+    """Run `spac-sim` in an empty folder with t.spac (drafts) and plain.spac (none); (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    write(speculated(6), tmp_path / "t.spac")
+    write(plain(12), tmp_path / "plain.spac")
+    (tmp_path / "mine.py").write_text(BROKEN)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["spac-sim", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+def test_run_prints_a_table_a_verdict_and_writes_a_folder(sim, tmp_path):
+    code, out, err = sim("run", "t.spac", "--slots", "3,6", "--save-winner", "w.toml")
+    assert (code, err) == (0, "")
+    for word in ("ar-lru", "hybrimoe", "moe-spac", "static", "min (reference)", "SD tok/s", "here: ", "bottleneck: "):
+        assert word in out
+    folder = tmp_path / "runs" / "t-rtx4090-pcie4"
+    names = {p.name for p in folder.iterdir()}
+    assert names == {"run.json", "metrics.json", "steps.csv"} | {
+        f"{n}.{s}" for n in ("speed", "slots", "time") for s in ("png", "svg")
+    }
+    command = json.loads((folder / "run.json").read_text())["command"]
+    assert command == "spac-sim run t.spac --slots 3,6 --save-winner w.toml"
+    chosen = tomllib.loads((tmp_path / "w.toml").read_text())["chosen"]
+    winners = json.loads((folder / "metrics.json").read_text())["winners"]
+    best = max(winners, key=lambda w: w["tokens_per_s"])
+    assert read_policy_file(tmp_path / "w.toml")[0].name == best["policy"]
+    assert chosen == {
+        "trace": "t.spac",
+        "machine": "rtx4090-pcie4",
+        "slots": best["slots"],
+        "slots_per_layer": best["slots"] / 2,
+        "mode": best["mode"],
+        "tokens_per_s": best["tokens_per_s"],
+        "command": command,
+    }
+
+
+def test_json_is_the_metrics_file(sim, tmp_path):
+    code, out, err = sim("run", "t.spac", "--slots", "4", "--out", "r", "--json", *FAST)
+    assert (code, err) == (0, "")
+    assert json.loads(out) == json.loads((tmp_path / "r/metrics.json").read_text())
+    first = json.loads(out)["runs"][0]
+    assert (first["policy"], first["mode"], first["status"], first["slots"]) == ("static", "sd", "ok", 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["none.spac"], ["none.spac", "no such file"]),
+        (["t.spac", "--policy", "moe-spc"], ["moe-spc", "moe-spac"]),
+        (["t.spac", "--machine", "rtx1"], ["--machine", "rtx4090-pcie4"]),
+        (["t.spac", "--machine", "bad.toml"], ["bad.toml", "link.bandwidth", "GB/s"]),
+        (["t.spac", "--slots", "1"], ["--slots", "2 experts", "top-k"]),
+        (["t.spac", "--slots", "4,1"], ["--slots", "2 experts"]),
+        (["t.spac", "--slots", "9"], ["--slots", "8 experts"]),
+        (["t.spac", "--slots", "many"], ["--slots", "6,10,16"]),
+        (["t.spac", "--cache-fraction", "0.01"], ["--cache-fraction", "2 experts"]),
+        (["t.spac", "--cache-fraction", "1.5"], ["--cache-fraction", "8 experts"]),
+        (["t.spac", "--cache-fraction", "nan"], ["--cache-fraction"]),
+        (["t.spac", "--vram", "12 parsecs"], ["--vram", "24GiB"]),
+        (["t.spac", "--vram", "1GiB"], ["--vram", "not one slot"]),
+        (["t.spac", "--slots", "4", "--vram", "8GiB"], ["--slots and --vram"]),
+        (["t.spac", "--mode", "fast"], ["--mode", "both, sd or ar"]),
+        (["plain.spac", "--mode", "sd"], ["--mode sd", "--window"]),
+        (["t.spac", "--window", "4"], ["--acceptance"]),
+        (["t.spac", "--window", "4", "--acceptance", "0.5"], ["--window", "recorded drafts"]),
+        (["t.spac", "--limit-steps", "1"], ["no decode steps"]),
+        (["t.spac", "--save-winner", "t.spac/w.toml"], ["--save-winner"]),
+        (["t.spac", "--out", "t.spac"], ["--out"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(sim, tmp_path, words, says):
+    (tmp_path / "bad.toml").write_text(show_machine(load_machine("rtx4090-pcie4")).replace("25000.0 MB/s", "25 GHz"))
+    code, out, err = sim("run", *words, *(() if "--policy" in words else FAST))
+    assert code == 2
+    assert out == ""
+    assert len(err.strip().splitlines()) == 1
+    for word in says:
+        assert word in err
+
+
+def test_a_truncated_trace_is_replayed_unless_strict(sim, tmp_path):
+    whole = (tmp_path / "t.spac").read_bytes()
+    (tmp_path / "cut.spac").write_bytes(whole[: len(whole) - 40])
+    code, _, err = sim("run", "cut.spac", "--strict", *FAST)
+    assert code == 2
+    assert "cut.spac" in err
+
+
+def test_a_failing_policy_leaves_the_others_and_counts_with_strict(sim):
+    words = ("run", "t.spac", "--slots", "3", *FAST, "--policy", "mine.py:Broken")
+    code, out, _ = sim(*words)
+    assert code == 0
+    assert "mine.py:Broken failed: policy Broken, step" in out
+    assert "static wins" in out
+    assert sim(*words, "--strict")[0] == 1
+    assert sim("run", "t.spac", "--slots", "3", "--no-plots", "--policy", "mine.py:Broken")[0] == 1
+
+
+def test_slots_0_is_a_status_and_fails_with_strict_o32(sim):
+    words = ("run", "t.spac", "--slots", "0", *FAST)
+    code, out, _ = sim(*words)
+    assert code == 0
+    assert "CACHE_INACTIVE" in out
+    assert sim(*words, "--strict")[0] == 1
+
+
+def test_vram_prints_its_sum(sim):
+    # 8 GiB less 1.75 GiB holds all 16 experts of 1 MB and 8 for staging.
+    code, out, _ = sim("run", "t.spac", "--vram", "8GiB", *FAST)
+    assert code == 0
+    assert "--vram: 8.00 GiB - 1.75 GiB reserved - 1000 B dense weights" in out
+    assert "24 slots, 8 of them for staging, 8.0 a layer" in out
+
+
+def test_the_default_size_is_the_paper_s_or_what_one_token_needs(sim):
+    # 0.17 of 16 experts are 3 slots; one token needs 2 in each of 2 layers.
+    code, out, _ = sim("run", "t.spac", "--json", *FAST)
+    assert code == 0
+    assert json.loads(out)["runs"][0]["slots"] == 4
+
+
+def test_assumed_drafts_on_a_plain_trace(sim, tmp_path):
+    code, out, _ = sim("run", "plain.spac", "--window", "3", "--acceptance", "0.7", *FAST, "--out", "r")
+    assert code == 0
+    assert "assumed speculation" in out
+    taken = json.loads((tmp_path / "r/run.json").read_text())["trace"]["taken"]
+    assert taken == {"limit": 0, "window": 3, "acceptance": 0.7, "seed": 0}
+
+
+def test_a_plain_trace_runs_in_one_mode(sim):
+    code, out, _ = sim("run", "plain.spac", *FAST)
+    assert code == 0
+    assert "no verdict on speculation" in out
+
+
+def test_lists(sim):
+    code, out, _ = sim("machines", "--json")
+    rows = json.loads(out)
+    assert code == 0
+    assert {"rtx4090-pcie4", "rtx4060-laptop", "rtx3090-pcie4-ddr4"} <= {r["name"] for r in rows}
+    assert all(r["vram_gib"] > 0 and r["assumed"] for r in rows)
+    assert "rtx4060-laptop" in sim("machines")[1]
+    names = {r["name"] for r in json.loads(sim("policies", "--json")[1])}
+    assert {"ar-lru", "hybrimoe", "hybrimoe-release", "moe-spac", "moe-spac-release", "static", "min"} <= names
+    assert "moe-spac-release" in sim("policies")[1]
+
+
+def test_help_loads_no_heavy_library():
+    code = (
+        "import sys\nfrom moe_spac.simulator.cli import app\n"
+        "app(['run', '--help'], standalone_mode=False)\n"
+        "print([m for m in ('torch', 'transformers', 'matplotlib', 'pandas', 'simpy', 'pyarrow') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--cache-fraction" in done.stdout
+    assert done.stdout.strip().endswith("[]")
+
+
+def test_ctrl_c_is_130_and_leaves_no_files(sim, tmp_path, monkeypatch):
+    from moe_spac.simulator import compare
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare, "simulate", interrupted)
+    code, out, _ = sim("run", "t.spac", *FAST)
+    assert (code, out) == (130, "")
+    assert not (tmp_path / "runs").exists()
