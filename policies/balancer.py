@@ -12,12 +12,20 @@ import numpy as np
 from .interface import Costs
 
 
-def expected_ns(loads: np.ndarray, costs: Costs) -> tuple[np.ndarray, np.ndarray]:
-    """(GPU, CPU) time of every expert for an expected number of tokens, [E] float; nothing below half a token."""
-    used = loads >= 0.5
-    gpu = used * (costs.gpu_fixed_ns + np.maximum(costs.gpu_memory_ns, loads * costs.gpu_token_ns))
-    cpu = used * (costs.cpu_fixed_ns + np.maximum(costs.cpu_memory_ns, loads * costs.cpu_token_ns))
-    return gpu, cpu
+class ExpertTimes:
+    """Time of an expert on either side by whole tokens, from the machine's costs; no tokens take no time."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self._gpu = self._cpu = np.zeros(1)
+
+    def of(self, loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(GPU, CPU) ns for each expert, [E], given expected loads, which are rounded to whole tokens."""
+        tokens = np.rint(loads).astype(np.intp)
+        if (most := int(tokens.max())) >= len(self._gpu):
+            self._gpu = np.array([0.0, *(self._costs.gpu_ns(n) for n in range(1, 2 * most + 1))])
+            self._cpu = np.array([0.0, *(self._costs.cpu_ns(n) for n in range(1, 2 * most + 1))])
+        return self._gpu[tokens], self._cpu[tokens]
 
 
 def best_threshold(

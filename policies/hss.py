@@ -46,10 +46,13 @@ class _Lanes:
 
     def __init__(self, resident: Sequence[int], missing: Sequence[int], costs: Costs) -> None:
         self.loads = (*resident, *missing)
-        self.costs = costs
+        price = {load: (costs.gpu_ns(load), costs.cpu_ns(load)) for load in set(self.loads)}
+        self.gpu_ns = [price[load][0] for load in self.loads]
+        self.cpu_ns = [price[load][1] for load in self.loads]
+        self.copy_ns, self.cpu_first_ns = costs.copy_ns, costs.cpu_first_ns
         self.residents = len(resident)
         self.queue = list(range(len(resident)))  # for the GPU, highest load first
-        self.queue_ns = sum(costs.gpu_ns(load) for load in resident)
+        self.queue_ns = sum(self.gpu_ns[: self.residents])
         self.missing = deque(range(len(resident), len(self.loads)))
         self.arriving: deque[tuple[int, int]] = deque()
         self.cpu_at = self.gpu_at = self.link_at = 0
@@ -69,16 +72,19 @@ class _Lanes:
             return self.cpu_at
         if not self.queue or self.queue[-1] >= self.residents:
             return NEVER
-        done = self.cpu_at + self.costs.cpu_ns(self.loads[self.queue[-1]], first=not self.cpu)
-        return self.cpu_at if done < self.gpu_at + self.queue_ns else NEVER
+        return self.cpu_at if self.cpu_done(self.queue[-1]) < self.gpu_at + self.queue_ns else NEVER
+
+    def cpu_done(self, item: int) -> int:
+        """When the CPU would end `item` if it took it next."""
+        return self.cpu_at + self.cpu_ns[item] + (0 if self.cpu else self.cpu_first_ns)
 
     def work_cpu(self) -> None:
         if self.missing:
             item = self.missing.pop()
         else:
             item = self.queue.pop()
-            self.queue_ns -= self.costs.gpu_ns(self.loads[item])
-        self.cpu_at += self.costs.cpu_ns(self.loads[item], first=not self.cpu)
+            self.queue_ns -= self.gpu_ns[item]
+        self.cpu_at = self.cpu_done(item)
         self.cpu.append(item)
 
     def work_gpu(self) -> None:
@@ -87,16 +93,15 @@ class _Lanes:
             item = self.arriving.popleft()[1]
             at = bisect_right(self.queue, -self.loads[item], key=lambda i: -self.loads[i])
             self.queue.insert(at, item)
-            self.queue_ns += self.costs.gpu_ns(self.loads[item])
+            self.queue_ns += self.gpu_ns[item]
         item = self.queue.pop(0)
-        work = self.costs.gpu_ns(self.loads[item])
-        self.queue_ns -= work
-        self.gpu_at = int(now) + work
+        self.queue_ns -= self.gpu_ns[item]
+        self.gpu_at = int(now) + self.gpu_ns[item]
         if item < self.residents:
             self.gpu.append(item)
 
     def copy(self, item: int) -> None:
-        self.link_at += self.costs.copy_ns
+        self.link_at += self.copy_ns
         self.arriving.append((self.link_at, item))
         self.copies.append(item)
 

@@ -3,12 +3,13 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from ..traces.schema import Kind
-from .balancer import best_threshold, expected_ns
+from .balancer import ExpertTimes, best_threshold
 from .interface import Candidates, Demand, Key, LayerReport, Policy, Setup, StepInfo, View, Where
 from .utility import UtilityEstimator, scaled_constants
 
@@ -54,11 +55,13 @@ class LevelQueues:
 class SlotKeys:
     """The key of every resident, by which it is evicted: 0 to top, or frozen while its layer runs.
 
-    One flat array over all experts, id = layer * E + expert, so that the lowest (key, id) is one argmin.
+    One flat array over all experts, id = layer * E + expert, so that the lowest (key, id) is one argmin; `count` holds
+    how many residents have each key.
     """
 
     def __init__(self, layers: int, experts: int, top: int) -> None:
         self.frozen, self._absent = top + 1, top + 2
+        self.count = [0] * (top + 2)
         self._keys = np.full(layers * experts, self._absent, dtype=np.int64)
         self._layers = self._keys.reshape(layers, experts)
 
@@ -76,29 +79,40 @@ class SlotKeys:
 
     def add(self, id_: int, key: int) -> None:
         self._keys[id_] = key
+        self.count[key] += 1
 
     def remove(self, id_: int) -> None:
+        self.count[self._keys[id_]] -= 1
         self._keys[id_] = self._absent
 
     def lift(self, id_: int, level: int) -> None:
-        self._keys[id_] = max(int(self._keys[id_]), level)
+        """Raise a resident's key to `level`, if it is lower."""
+        if self._keys[id_] < level:
+            self.remove(id_)
+            self.add(id_, level)
 
     def freeze(self, layer: int) -> np.ndarray:
-        """Keep a layer's residents from being evicted; returns their keys until now, [E]."""
-        keys = self._layers[layer]
-        before = keys.copy()
-        keys[keys != self._absent] = self.frozen
+        """Keep a layer's residents from being evicted; returns the layer's keys until now, [E]."""
+        before = self._layers[layer].copy()
+        self._change(layer, np.flatnonzero(before != self._absent), self.frozen)
         return before
 
     def thaw(self, layer: int, keys: np.ndarray | int) -> None:
         """Give a layer's frozen residents these keys, [E] or one for all."""
+        frozen = np.flatnonzero(self._layers[layer] == self.frozen)
+        self._change(layer, frozen, keys if isinstance(keys, int) else keys[frozen])
+
+    def _change(self, layer: int, experts: np.ndarray, keys: np.ndarray | int) -> None:
         row = self._layers[layer]
-        row[:] = np.where(row == self.frozen, keys, row)
+        for key in row[experts].tolist():
+            self.count[key] -= 1
+        row[experts] = keys
+        for key in row[experts].tolist():
+            self.count[key] += 1
 
     def colder(self) -> list[int]:
         """How many residents have a key below 0, 1, ..., top + 1."""
-        count = np.bincount(self._keys, minlength=self._absent + 1)[: self.frozen]
-        return [0, *count.cumsum().tolist()]
+        return list(accumulate(self.count[:-1], initial=0))
 
 
 @dataclass
@@ -141,6 +155,8 @@ class MoeSpac(Policy):
     def __post_init__(self) -> None:
         if self.k < 1 or not 1 <= self.tau <= self.k + 1:
             raise ValueError("k must be at least 1, and tau lie in 1..k+1")
+        if self.up < 1 or self.down < 1:
+            raise ValueError("up and down must be at least 1")
         if not 0 < self.smoothing <= 1:
             raise ValueError("smoothing must lie in (0, 1]")
 
@@ -163,6 +179,7 @@ class MoeSpac(Policy):
         self._bypassed = False
         self._landed: dict[int, int] = {}
         self._mean_counts = np.zeros((layers, experts))
+        self._times = ExpertTimes(setup.costs)
         self._copy_ns = float(setup.costs.copy_ns)
         self._step_ns = 0.0
         self._this_step_ns = 0
@@ -199,6 +216,7 @@ class MoeSpac(Policy):
         self._running = -1
         if self._bypassed or not self.unified:
             for id_, level in self._landed.items():
+                self.keys.remove(id_)
                 self.keys.add(id_, level)
         if self._bypassed:
             self.keys.thaw(layer, self._before)
@@ -214,7 +232,7 @@ class MoeSpac(Policy):
         mean = self._mean_counts[layer]
         mean += self.smoothing * (self._counts - mean)
         utility = self.utility.u[layer]
-        gpu_ns, cpu_ns = expected_ns(np.maximum(utility, mean), self._setup.costs)
+        gpu_ns, cpu_ns = self._times.of(np.maximum(utility, mean))
         free = self._setup.slots[0] - self._taken
         room = [free + colder for colder in self.keys.colder()]
         # Until a step has been timed the link's share is not known and does not bind.

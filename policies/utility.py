@@ -7,13 +7,11 @@ def transition(utility: np.ndarray, counts: np.ndarray, up: float, down: float, 
     """Inertial utility transition, at most one level at a time.
 
     utility: [E] in 0..top; counts: [E] tokens of the batch that chose each expert. With d = counts - utility, a
-    utility rises by 1 if d >= up, else falls by 1 if -d >= down, and stays in 0..top. From the released code
-    (77bb9cf, `StateMachine`), where up = 5, down = 1, top = 5.
+    utility rises by 1 if d >= up, falls by 1 if -d >= down (both at least 1), and stays in 0..top. From the released
+    code (77bb9cf, `StateMachine`), where up = 5, down = 1, top = 5.
     """
     d = counts - utility
-    rises = d >= up
-    moved = utility + rises - ((d <= -down) & ~rises)
-    return np.clip(moved, 0, top)
+    return np.minimum(utility + (d >= up) - (d <= -down), top)
 
 
 def calibrate(
@@ -25,11 +23,11 @@ def calibrate(
     leaves its boundary alone. Both stay in 1..top.
     """
     d = counts - utility
-    rises, falls = d[d > 0], -d[d < 0]
+    rises, falls = d[d > 0], d[d < 0]
     if rises.size:
-        up += smoothing * (float(rises.mean()) - up)
+        up += smoothing * (int(rises.sum()) / rises.size - up)
     if falls.size:
-        down += smoothing * (float(falls.mean()) - down)
+        down += smoothing * (-int(falls.sum()) / falls.size - down)
     return min(max(up, 1.0), float(top)), min(max(down, 1.0), float(top))
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pulp
 import pytest
 
-from moe_spac.policies.balancer import best_threshold, expected_ns
+from moe_spac.policies.balancer import ExpertTimes, best_threshold
 from moe_spac.policies.interface import Costs
 
 
@@ -32,7 +32,7 @@ def threshold_by_integer_program(utility, resident, gpu_ns, cpu_ns, room, copy_n
     program += copy_ns * copies <= budget_ns
     program += copies <= pulp.lpSum(room[tau] * y[tau] for tau in y)
     assert program.solve(pulp.PULP_CBC_CMD(msg=False)) == pulp.LpStatusOptimal
-    return next(tau for tau in y if y[tau].value() > 0.5)
+    return next(tau for tau in y if round(float(y[tau].varValue or 0)) == 1)
 
 
 def instance(seed):
@@ -85,6 +85,8 @@ def test_ties_copy_less():
 
 def test_times_follow_the_costs():
     costs = Costs(8, 2, 1.0, 0, 10, 30, 20.0, 0, 0, 0)
-    gpu, cpu = expected_ns(np.array([0.0, 0.4, 1.0, 5.0]), costs)
-    assert gpu.tolist() == [0, 0, costs.gpu_ns(1), costs.gpu_ns(5)]
-    assert cpu.tolist() == [0, 0, costs.cpu_ns(1), costs.cpu_ns(5)]
+    times = ExpertTimes(costs)
+    for loads, tokens in (([0.0, 0.4, 1.2], [0, 0, 1]), ([4.6, 40.0, 2.0], [5, 40, 2])):
+        gpu, cpu = times.of(np.array(loads))
+        assert gpu.tolist() == [costs.gpu_ns(n) if n else 0 for n in tokens]
+        assert cpu.tolist() == [costs.cpu_ns(n) if n else 0 for n in tokens]

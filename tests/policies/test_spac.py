@@ -49,6 +49,29 @@ def test_victims_by_key_then_id_below_the_threshold():
     assert [key < 1 for key, _ in order] == [True, True, False, False]
 
 
+def test_keys_are_counted_through_all_changes():
+    rng = np.random.default_rng(0)
+    keys = SlotKeys(3, 8, 5)
+    there: dict[int, int] = {}
+    for _ in range(300):
+        id_, level, layer = int(rng.integers(24)), int(rng.integers(6)), int(rng.integers(3))
+        if id_ not in there:
+            keys.add(id_, level)
+            there[id_] = level
+        elif rng.random() < 0.3:
+            keys.remove(id_)
+            del there[id_]
+        else:
+            keys.lift(id_, level)
+            there[id_] = max(there[id_], level)
+        if rng.random() < 0.3:
+            keys.freeze(layer)
+            keys.thaw(layer, np.full(8, level))
+            there |= {i: level for i in there if i // 8 == layer}
+        assert keys.colder() == [sum(key < tau for key in there.values()) for tau in range(7)]
+        assert keys.coldest()[0] == min(there.values(), default=7)
+
+
 def test_queues_serve_the_highest_level_in_order_of_age():
     queues = LevelQueues(5, 10)
     for id_, level in ((10, 1), (11, 3), (20, 3), (12, 1)):
@@ -259,7 +282,7 @@ def test_plain_decoding_is_inert_in_the_release_and_means_last_use_in_the_paper(
     assert totals["moe-spac"].hits > 0
 
 
-@pytest.mark.parametrize("bad", [{"k": 0}, {"tau": 7}, {"tau": 0}, {"smoothing": 0.0}])
+@pytest.mark.parametrize("bad", [{"k": 0}, {"tau": 7}, {"tau": 0}, {"smoothing": 0.0}, {"up": 0}, {"down": 0}])
 def test_impossible_parameters(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         MoeSpac(**bad)
