@@ -264,7 +264,8 @@ def _pressure(slots: int, shape: ModelShape, load: Load) -> Metrics:
 
 
 def gaps(mine: Mapping[str, Any], best: Mapping[str, Any], base: Mapping[str, Any] | None) -> Metrics:
-    """Distance to the offline optimum of on-demand caching, by distinct experts (a prefetching policy may pass it).
+    """Distance to the offline optimum of on-demand caching, by distinct experts. It is below 0 where a policy hits
+    more by prefetching, or by experts that it placed before the first step.
 
     gap_to_optimum: difference in hit rate; gap_closed: what share of the way from `base` (AR-LRU) to the optimum is
     gone, in misses, (m_base - m) / (m_base - m_min).

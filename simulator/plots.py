@@ -12,6 +12,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from .compare import AR, SD, Outcome
 from .engine import GPU_LABELS
@@ -85,7 +86,7 @@ def speed(outcomes: Sequence[Outcome], layers: int, origin: str) -> Figure:
             facecolor="white",
             edgecolor="black",
             linestyle="--",
-            label="reference: fewest copies on demand, knowing the future",
+            label="reference (knows the future)",
         )
     )
     _finish(figure, "Simulated speed by policy", origin, keys)
@@ -124,6 +125,7 @@ def against_slots(outcomes: Sequence[Outcome], layers: int, origin: str) -> Figu
     right.set_ylim(0, 1.02)
     for axes in (left, right):
         axes.set_xlabel("expert slots per layer")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
     _finish(figure, "Simulated speed and hit rate against the size of the expert cache", origin, left.lines)
     return figure
@@ -199,6 +201,6 @@ def _name_rows(axes: Axes, names: Sequence[str]) -> None:
 def _finish(figure: Figure, title: str, origin: str, keys: Sequence[Any]) -> None:
     below = fill(origin, int(figure.get_figwidth() * 14))
     figure.suptitle(f"{title}\n{below}", fontsize=10)
-    figure.legend(
-        handles=keys, loc="outside lower center", ncols=min(figure.get_figwidth() // 1.9, len(keys)), frameon=False
-    )
+    rows = -(-len(keys) // int(figure.get_figwidth() / 1.75))
+    columns = -(-len(keys) // rows)
+    figure.legend(handles=keys, loc="outside lower center", ncols=columns, frameon=False)

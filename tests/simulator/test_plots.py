@@ -40,6 +40,12 @@ def test_all_plots_are_written_as_png_and_svg_without_a_display_o46(outcomes, tm
         assert ElementTree.parse(path).getroot().tag.endswith("svg")
 
 
+def bars(axes):
+    from matplotlib.patches import Rectangle
+
+    return [p for p in axes.patches if isinstance(p, Rectangle)]
+
+
 @pytest.mark.parametrize("draw", [speed, against_slots, time])
 def test_a_plot_names_its_data_its_units_and_what_failed(draw, outcomes):
     figure = draw(outcomes, 2, ORIGIN)
@@ -54,12 +60,13 @@ def test_a_plot_names_its_data_its_units_and_what_failed(draw, outcomes):
 
 def test_bars_are_as_long_as_the_numbers(outcomes):
     figure = speed(outcomes, 2, ORIGIN)
-    lengths = sorted(p.get_width() for axes in figure.axes for p in axes.patches)
+    lengths = sorted(bar.get_width() for axes in figure.axes for bar in bars(axes))
     assert lengths == pytest.approx(sorted(o.speed for o in outcomes if not o.failed))
     ends = {}
     figure = time([o for o in outcomes if o.slots == 8], 2, ORIGIN)
-    for p in figure.axes[0].patches:
-        ends[round(p.get_y(), 2)] = max(ends.get(round(p.get_y(), 2), 0), p.get_x() + p.get_width())
+    for bar in bars(figure.axes[0]):
+        row = round(bar.get_y(), 2)
+        ends[row] = max(ends.get(row, 0), bar.get_x() + bar.get_width())
     wanted = [o.metrics["tpot_ms_mean"] for o in outcomes if o.slots == 8 and not o.failed]
     assert sorted(ends.values()) == pytest.approx(sorted(wanted))
 

@@ -138,9 +138,10 @@ def test_an_interrupt_while_writing_leaves_nothing(compared, tmp_path):
 
 
 def test_a_folder_that_cannot_be_is_bad_input(compared, tmp_path):
+    job, outcomes = compared
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="--out"):
-        write_run(tmp_path / "file", *compared[:1], "t", compared[1], "")
+        write_run(tmp_path / "file", job, "t", outcomes, "")
 
 
 def test_documents_are_plain_json(compared):
