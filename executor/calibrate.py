@@ -1,9 +1,9 @@
 """Measure this machine for one pair of models and write it down as a machine profile.
 
-Everything is measured in place: short runs of the real loop on the real clock, with every expert resident, once on the
-GPU alone, once on the CPU tier alone and once with each fourth expert on the CPU tier. The figures are mapped to the profile's entries so that
-`rates_for` gives them back for this pair; for another model the profile is a guess. Memory-bound terms are left out
-(bandwidths are written as practically infinite): at these sizes they cannot be told from the fixed ones.
+Everything is measured in place: short runs of the real loop on the real clock with every expert resident, on the GPU
+alone, on the CPU tier alone, and with each fourth expert on the CPU tier. The figures are mapped to the profile's
+entries so that `rates_for` gives them back for this pair; for another model the profile is a guess. Memory-bound terms
+are left out (bandwidths are written as practically infinite): at these sizes they cannot be told from the fixed ones.
 """
 
 import os
@@ -57,7 +57,10 @@ class Probe(Policy):
         return [Key(layer, e) for layer in range(self._setup.layers) for e in range(self._setup.experts)]
 
     def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
-        return [(e, Where.CPU if self.every and i % self.every == self.every - 1 else Where.GPU) for i, e in enumerate(demand.experts)]
+        return [
+            (e, Where.CPU if self.every and i % self.every == self.every - 1 else Where.GPU)
+            for i, e in enumerate(demand.experts)
+        ]
 
 
 def calibrate(models: Models, link: EmulatedLink | None = None, name: str = "this-machine") -> Machine:
@@ -124,7 +127,7 @@ def _observe(models: Models, machine: Machine, every: int = 0, draft: bool = Fal
         Speculation(models.pair.target, models.pair.draft if draft else None, options, live).generate(ids)
     finally:
         host.close()
-    times: list[StepTimes] = host.times  # type: ignore[attr-defined]
+    times = [s for s in host.times if isinstance(s, StepTimes)]
     kinds = (Kind.PREFILL, Kind.DECODE, Kind.VERIFY)
     return [step for kind in kinds for step in [s for s in times if s.kind is kind][WARM_UP:]]
 
@@ -171,7 +174,7 @@ def _fit_gpu(models: Models, entries: dict[str, Quantity], one: Sequence[StepTim
         entries["gpu.compute"] = _measured(flop / slope * 1e9, f"growth from 1 to {rows:.1f} rows")
     rates = rates_for(Machine("", "", entries), shape)
     fixed = [_dense(group) - n * rates.dense_token_ns for group, n in ((one, 1), (many, rows))]
-    entries["gpu.launch"] = _measured(np.mean(fixed), f"a layer without its experts, 1 and {rows:.1f} rows")
+    entries["gpu.launch"] = _measured(float(np.mean(fixed)), f"a layer without its experts, 1 and {rows:.1f} rows")
     expert = typical(ns - n * rates.costs.gpu_token_ns for n, ns in work)
     entries["gpu.expert_fixed"] = _measured(expert, "experts on the main thread")
     tails = [s.layers[0].before - _dense(group) + s.tail for group in (one, many) for s in group]

@@ -59,14 +59,15 @@ class ExpertFill:
     arrived: set[tuple[str, int, str]] = field(default_factory=set)
 
     def take(self, name: str, tensor: torch.Tensor) -> bool:
-        """True if `name` is an expert's tensor of this model that had not been given before. ValueError: wrong shape."""
+        """True if `name` is an expert's tensor of this model, given for the first time. ValueError: wrong shape."""
         single, fused = PER_EXPERT.fullmatch(name), FUSED.fullmatch(name)
         if single and single[1] in self.layers and int(single[2]) < self.store.experts:
             return self._put(single[1], int(single[2]), single[3], tensor)
         if fused and fused[1] in self.layers:
             if len(tensor) != self.store.experts:
                 raise ValueError(f"has {len(tensor)} experts, the configuration {self.store.experts}")
-            return all([self._put(fused[1], e, fused[2], tensor[e]) for e in range(self.store.experts)])
+            taken = [self._put(fused[1], e, fused[2], tensor[e]) for e in range(self.store.experts)]
+            return all(taken)
         return False
 
     def _put(self, path: str, expert: int, part: str, tensor: torch.Tensor) -> bool:

@@ -1,6 +1,6 @@
 """What both clocks have in common: the host that a run drives, and the router's words as policies get them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,8 +8,10 @@ import numpy as np
 
 from ..policies.driver import Driver
 from ..policies.interface import StepInfo
+from ..simulator.engine import StepTime
 from .moe import Call
 from .store import Arena, HostStore
+from .times import StepTimes
 
 # Slots beside the driver's, through which experts pass that no slot keeps.
 RING = 2
@@ -28,6 +30,12 @@ class Host(Protocol):
     """Owns time and buffers; asks the driver. Calls come in this order, from one thread."""
 
     driver: Driver
+    arena: Arena
+
+    @property
+    def times(self) -> Sequence[StepTimes | StepTime]:
+        """One entry for each step that has ended."""
+        ...
 
     def draft_length(self, planned: int) -> int: ...
 

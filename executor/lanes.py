@@ -156,7 +156,8 @@ class Link:
                 self._carry(copy)
 
     def _on_the_wire(self, key: Key) -> Copy:
-        assert self._prefetch is not None and self._prefetch.key == key
+        assert self._prefetch is not None
+        assert self._prefetch.key == key
         return self._prefetch
 
     def _pull(self, now: int) -> bool:

@@ -1,4 +1,4 @@
-"""A target and a draft, loaded for live runs: the target's experts in host memory, everything else on the fast device."""
+"""A pair loaded for live runs: the target's experts in host memory, everything else on the fast device."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +43,7 @@ class Models:
 def load_models(
     target: str | Path | None = None, draft: str | Path | None = None, dtype: str = "float32", device: str = "cpu"
 ) -> Models:
-    """As `load_pair`, by our own loader. InputError: no such model, no experts, tokenizers or weights that do not fit."""
+    """As `load_pair`, the target by our own loader. InputError: no model, no experts, or parts that do not fit."""
     with quiet():
         big, small = find_pair(target, draft)
         shape = model_shape(big.config, big.name, dtype_of(big.config, dtype))

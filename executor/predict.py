@@ -11,6 +11,7 @@ from ..traces.reader import open_trace
 from ..traces.schema import Kind
 from .calibrate import with_policy_time
 from .session import Result
+from .times import StepTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,11 @@ class Prediction:
 
 
 def predict(trace: Path, policy: Policy, machine: Machine, result: Result, seed: int = 0) -> Prediction:
-    """Replay a recorded live run. `policy` is a fresh object of the run's policy. The decision time charged is the run's."""
-    steps = [s for s in result.times if s.kind is not Kind.PREFILL]
+    """Replay a recorded run on the real clock.
+
+    `policy` is a fresh object of the run's policy. The decision time charged is the run's own mean.
+    """
+    steps = [s for s in result.times if isinstance(s, StepTimes) and s.kind is not Kind.PREFILL]
     layers = [layer for step in steps for layer in step.layers]
     ns = sum(layer.policy for layer in layers) / max(1, len(layers))
     run = simulate(open_trace(trace), policy, with_policy_time(machine, ns), result.slots, seed)

@@ -29,7 +29,7 @@ class RealHost:
     def __init__(self, driver: Driver, rates: Rates, store: HostStore, arena: Arena) -> None:
         self.driver = driver
         self.times: list[StepTimes] = []
-        self._store, self._arena = store, arena
+        self.arena = arena
         self._asked = 0
         self._mark = 0
         self._threads_before = torch.get_num_threads()
@@ -105,12 +105,12 @@ class RealHost:
 
     def _compute(self, call: Call, expert: int, slot: int, times: LayerTimes) -> None:
         begin = perf_counter_ns()
-        call.compute(expert, self._arena.weights(slot))
+        call.compute(expert, self.arena.weights(slot))
         times.work.append((len(call.places[expert]), perf_counter_ns() - begin))
 
     def _fence(self) -> None:
         """Slots may be overwritten only when what the compute stream has been given so far is over."""
-        if self._arena.device.type == "cuda":
+        if self.arena.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
             self._link.fence = event

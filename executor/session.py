@@ -15,7 +15,8 @@ import torch
 
 from ..policies.driver import Counters, Driver, PolicyError
 from ..policies.interface import Policy, StepInfo
-from ..simulator.engine import setup_for
+from ..simulator.cli import check_size
+from ..simulator.engine import StepTime, setup_for
 from ..simulator.machine import Machine, rates_for
 from ..traces.errors import InputError
 from ..traces.prompts import Prompt, encode
@@ -50,7 +51,10 @@ class Settings:
 
 @dataclass(slots=True)
 class Result:
-    """What a run gave. `times` has one entry a step on the real clock; on the virtual one the engine's are in `steps`."""
+    """What a run gave. `times` has one entry a step: measured on the real clock, simulated on the virtual one.
+
+    `decisions` is the driver's record, `arena_bytes` what the slots took on the fast device.
+    """
 
     policy: str
     slots: int
@@ -59,7 +63,8 @@ class Result:
     generations: list[Generation] = field(default_factory=list)
     prefill: Counters = field(default_factory=Counters)
     decode: Counters = field(default_factory=Counters)
-    times: list[StepTimes] = field(default_factory=list)
+    times: Sequence[StepTimes | StepTime] = ()
+    arena_bytes: int = 0
     decisions: list[tuple[Any, ...]] = field(default_factory=list)
 
     @property
@@ -76,7 +81,7 @@ class Result:
 
     @property
     def prefill_s(self) -> float:
-        """Wall time until the first output token could be made, over all sequences; the draft's prompt is part of it."""
+        """Time spent on prompts, over all sequences; the draft's prompt is part of it."""
         return self._draft_prefill_s + sum(t.wall_ns for t in self.times if t.kind is Kind.PREFILL) / 1e9
 
     @property
@@ -86,7 +91,8 @@ class Result:
 
     @property
     def _draft_prefill_s(self) -> float:
-        return sum(g.seconds.get("draft_prefill", 0.0) for g in self.generations)
+        """The virtual clock does not charge it."""
+        return sum(g.seconds.get("draft_prefill", 0.0) for g in self.generations) if self.clock == "real" else 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -158,8 +164,8 @@ class Live(Observer):
 def run(models: Models, policy: Policy, prompts: Sequence[Prompt], settings: Settings, source: str = "") -> Result:
     """Generate for every prompt, one after another, under `policy`; the cache lives on from one to the next.
 
-    Sequence i samples with seed `options.seed + i`. Raises InputError: a clairvoyant policy, slots below top-k, an arena over
-    its budget, a policy that gave an illegal answer.
+    Sequence i samples with seed `options.seed + i`. Raises InputError: a clairvoyant policy, slots below top-k, an
+    arena over its budget, a policy that gave an illegal answer.
     """
     options = settings.options
     turns = [encode(models.pair.tokenizer, prompt) for prompt in prompts]
@@ -180,7 +186,7 @@ def run(models: Models, policy: Policy, prompts: Sequence[Prompt], settings: Set
             raise InputError(str(error)) from error
         finally:
             result.prefill, result.decode = host.driver.prefill, host.driver.decode
-            result.times = getattr(host, "times", [])
+            result.times, result.arena_bytes = host.times, host.arena.size
     return result
 
 
@@ -200,7 +206,11 @@ def make_host(
 ) -> Host:
     """The policy's driver with slots, machine and arena, on the clock that the settings name."""
     shape = models.pair.shape
-    _check(policy, settings.slots, len(shape.moe_layers), shape.top_k)
+    if policy.clairvoyant:
+        raise InputError(
+            f"--policy {policy.name}: it has to know the future, so it cannot run live; use it in spac-sim"
+        )
+    check_size("--slots", settings.slots, shape)
     rates = rates_for(settings.machine, shape, models.pair.draft_shape)
     length = settings.options.draft_length if models.pair.draft is not None else 0
     setup = setup_for(shape, rates, policy, settings.slots, length, settings.seed)
@@ -213,15 +223,3 @@ def make_host(
     if settings.clock == "virtual":
         return VirtualHost(driver, rates, models.store, arena, dense_only)
     return RealHost(driver, rates, models.store, arena)
-
-
-def _check(policy: Policy, slots: int, layers: int, top_k: int) -> None:
-    if policy.clairvoyant:
-        raise InputError(
-            f"--policy {policy.name}: it needs to know the future, so it cannot run live; use it with spac-sim"
-        )
-    if 0 < slots < layers * top_k:
-        raise InputError(
-            f"--slots {slots / layers:g}: fewer than the {top_k} experts that every token needs in a layer; give at "
-            f"least {top_k}, or 0 for no cache"
-        )

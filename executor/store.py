@@ -1,7 +1,7 @@
 """Where the bytes of experts lie: all of them in host memory, some of them in the fast device's slots.
 
-One expert is one contiguous record, gate and up projection [2I, H] and then down projection [H, I], in both places; so a
-copy is one transfer and both tiers read the same layout.
+One expert is one contiguous record, gate and up projection [2I, H] and then down projection [H, I], in both places;
+so a copy is one transfer and both tiers read the same layout.
 """
 
 from dataclasses import dataclass
@@ -67,8 +67,8 @@ class Arena:
     ) -> None:
         if budget is not None and slots * record.size > budget:
             raise InputError(
-                f"--vram: {slots} slots of {show_size(record.size)} need {show_size(slots * record.size)}, the budget is "
-                f"{show_size(budget)}; lower --slots"
+                f"--vram: {slots} slots of {show_size(record.size)} need {show_size(slots * record.size)}, the budget "
+                f"is {show_size(budget)}; lower --slots"
             )
         self.record = record
         self.slots = slots
@@ -81,7 +81,7 @@ class Arena:
         return self.slots * self.record.size
 
     def load(self, slot: int, source: torch.Tensor) -> None:
-        """Copy a flat record into a slot. On CUDA it is queued on the current stream; the source must be pinned then."""
+        """Copy a flat record into a slot. On CUDA it is queued on the current stream, and the source must be pinned."""
         self._slab[slot].copy_(source, non_blocking=True)
 
     def weights(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,7 +31,7 @@ class LayerTimes:
 
 @dataclass(slots=True)
 class StepTimes:
-    """One forward pass. `draft` is the time since the last step's end, `tail` from the last layer's end to the step's."""
+    """One forward pass. `draft` is the drafting before it, `tail` the time from the last layer's end to the step's."""
 
     kind: Kind
     tokens: int

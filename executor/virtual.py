@@ -10,7 +10,7 @@ import numpy as np
 
 from ..policies.driver import Driver, Plan
 from ..policies.interface import Key, StepInfo
-from ..simulator.engine import Engine
+from ..simulator.engine import Engine, StepTime
 from ..simulator.machine import Rates
 from ..traces.schema import Kind
 from .host import Routed, fill_placement
@@ -26,10 +26,14 @@ class VirtualHost:
     ) -> None:
         self.driver = driver
         self.engine = Engine(driver, rates, dense_only_layers, on_land=self._land, on_serve=self._serve)
-        self._store, self._arena = store, arena
+        self._store, self.arena = store, arena
         self._passing = driver.cache.physical_slots
         self._call: Call | None = None
         fill_placement(driver, store, arena)
+
+    @property
+    def times(self) -> list[StepTime]:
+        return self.engine.steps
 
     def draft_length(self, planned: int) -> int:
         return self.driver.draft_length(planned)
@@ -54,7 +58,7 @@ class VirtualHost:
         """A copy is complete; what no slot keeps is copied when it is computed."""
         cache = self.driver.cache
         if key in cache.resident or key in cache.staged:
-            self._arena.load(cache.slot(key), self._store.flat(key))
+            self.arena.load(cache.slot(key), self._store.flat(key))
 
     def _serve(self, plan: Plan) -> None:
         call = self._call
@@ -64,10 +68,10 @@ class VirtualHost:
             key = Key(layer, expert)
             slot = self._passing
             if expert in plan.copies and expert not in plan.kept:
-                self._arena.load(slot, self._store.flat(key))
+                self.arena.load(slot, self._store.flat(key))
             else:
                 slot = cache.slot(key)
-            call.compute(expert, self._arena.weights(slot))
+            call.compute(expert, self.arena.weights(slot))
         for expert in plan.cpu:
             call.compute_on_host(expert, self._store.weights(Key(layer, expert)))
         call.bring(plan.cpu)
