@@ -31,10 +31,12 @@ def test_shape_in_half_precision():
 def test_qwen3_30b_a3b_from_its_published_configuration():
     from transformers import Qwen3MoeConfig
 
-    config = Qwen3MoeConfig(
-        vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
-        head_dim=128, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, tie_word_embeddings=False,
-    )  # fmt: skip
+    fields = {
+        "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128,
+        "num_experts_per_tok": 8, "tie_word_embeddings": False,
+    }  # fmt: skip
+    config = Qwen3MoeConfig(**fields)
     shape = model_shape(config, "Qwen/Qwen3-30B-A3B", "bfloat16")
     assert shape.expert_bytes == 9_437_184  # 9 MiB
     assert shape.kv_bytes_per_token == 98_304  # 96 KiB
