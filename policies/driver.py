@@ -117,8 +117,9 @@ class Driver:
 
         ids: [n, k]. Everything needed is pinned until `layer_ends`.
         """
-        experts, loads = np.unique(ids, return_counts=True)
-        demand = Demand(layer, tuple(experts.tolist()), tuple(loads.tolist()), ids, weights, scores)
+        loads = np.bincount(ids.reshape(-1), minlength=1)
+        experts = np.flatnonzero(loads)
+        demand = Demand(layer, tuple(experts.tolist()), tuple(loads[experts].tolist()), ids, weights, scores)
         self._layer = layer
         self._pinned = frozenset(Key(layer, e) for e in demand.experts)
         self._count_demand(demand)

@@ -11,7 +11,7 @@ every dense weight once and the keys and values of its context once; the layers 
 
 import re
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -193,8 +193,3 @@ def _draft_ns(machine: Machine, draft: DraftShape) -> int:
     launch_ns = machine["gpu.kernels_per_layer"] * machine["gpu.launch"]
     read_ns = draft.dense_bytes * 1e9 / machine["gpu.bandwidth"]
     return round(machine["gpu.draft_fixed"] + draft.layers * launch_ns + read_ns)
-
-
-def free_costs(costs: Costs) -> Costs:
-    """The same shape with every time zero: what the count-only replay prices with."""
-    return Costs(**{f.name: 0 for f in fields(costs)})

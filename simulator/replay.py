@@ -1,11 +1,11 @@
 """Count-only replay: the same policies and the same driver, without a clock.
 
-Every copy is complete the moment it is ordered and nothing costs time, so this is the fast path where only hits
-matter, and the differential test of the event-level engine.
+Every copy is complete the moment it is ordered and nothing takes time, so this is the fast path where only hits
+matter, and the differential test of the event-level engine. A policy that prices its choices still sees the costs of
+`setup`.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from ..policies.future import Future
 from ..policies.interface import Key, LayerReport, Policy, Setup, StepInfo
 from ..traces.schema import Step
 from .engine import gate_forecasts, step_info
-from .machine import free_costs
 
 
 def count(steps: Iterable[Step], policy: Policy, setup: Setup) -> Driver:
@@ -24,7 +23,7 @@ def count(steps: Iterable[Step], policy: Policy, setup: Setup) -> Driver:
     """
     steps = list(steps)
     future = Future.of(setup.layers, setup.experts, (s.experts for s in steps))
-    driver = Driver(policy, replace(setup, costs=free_costs(setup.costs)), future)
+    driver = Driver(policy, setup, future)
     for index, step in enumerate(steps):
         driver.step_begins(step_info(index, step))
         for layer in range(setup.layers):
@@ -48,7 +47,7 @@ def count_sequential(steps: Iterable[Step], policy: Policy, setup: Setup) -> Dri
     future = Future(setup.layers, setup.experts)
     for event, (_, key) in enumerate(accesses):
         future.add(key, event)
-    driver = Driver(policy, replace(setup, costs=free_costs(setup.costs)), future)
+    driver = Driver(policy, setup, future)
     for event, (step, key) in enumerate(accesses):
         driver.step_begins(StepInfo(event, step.kind, step.tokens, step.drafted))
         _layer(driver, key.layer, np.array([[key.expert]]))
