@@ -70,7 +70,8 @@ def tell(out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m moe_spac", description=__doc__.split("\n")[0])
+    about = "Record, simulate, choose, run live: the whole story on the embedded pair."
+    parser = argparse.ArgumentParser(prog="python -m moe_spac", description=about)
     parser.add_argument("--out", type=Path, default=Path("spac-demo"), help="folder for the trace, runs and plots")
     out = parser.parse_args(sys.argv[1:]).out
     story_app = typer.Typer(add_completion=False)

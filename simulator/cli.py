@@ -65,13 +65,16 @@ def run(
     """Compare policies on a trace: speeds, hits, distance to the optimum, and whether speculation pays."""
     from ..policies.load import load_policy
     from ..traces.reader import open_trace
+    from ..traces.report import warn_if_unfinished
     from .compare import Job, cases_for, loads_for, run_cases
     from .machine import load_machine
 
     specs = list(dict.fromkeys(policy or DEFAULT_POLICIES))
     loaded = {spec: load_policy(spec) for spec in specs}
     profile = load_machine(machine)
-    source = source_for(open_trace(trace, strict), limit_steps, window, acceptance, seed)
+    opened = open_trace(trace, strict)
+    warn_if_unfinished(opened)
+    source = source_for(opened, limit_steps, window, acceptance, seed)
     modes = modes_for(mode, source)
     loads = loads_for(source, modes)
     if not any(load.decodes for load in loads.values()):

@@ -63,7 +63,7 @@ class Dram:
             return done.succeed()
         self._settle()
         if not self._flows:
-            self.meter.begin("busy", self._env.now)
+            self.meter.begin("busy", int(self._env.now))
         self._flows.append(_Flow(ns * _FULL, max(1, size * 10**9 // ns), done))
         self._share()
         return done

@@ -12,7 +12,6 @@ every dense weight once and the keys and values of its context once; the layers 
 import re
 import tomllib
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from ..policies.interface import Costs
 from ..traces.errors import InputError
 from ..traces.schema import DraftShape, ModelShape
 
+PRESETS = Path(__file__).parent / "machines"
 BASES = ("measured", "spec", "assumed", "emulated")
 TIME = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
 SIZE = {"MB": 1e6, "GB": 1e9, "MiB": 2.0**20, "GiB": 2.0**30}
@@ -76,15 +76,13 @@ class Machine:
 
 
 def machine_names() -> list[str]:
-    folder = resources.files(__package__) / "machines"
-    return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
+    return sorted(f.stem for f in PRESETS.glob("*.toml"))
 
 
 def load_machine(name: str) -> Machine:
     """A preset by name or a profile by path. InputError names the file, the entry and the units that it takes."""
     if name in machine_names():
-        text = (resources.files(__package__) / "machines" / f"{name}.toml").read_text()
-        return parse_machine(text, f"machine {name}")
+        return parse_machine((PRESETS / f"{name}.toml").read_text(), f"machine {name}")
     path = Path(name)
     if not path.is_file():
         raise InputError(f"--machine: no preset or file named {name!r}; presets: {', '.join(machine_names())}")

@@ -1,6 +1,5 @@
 """`spac-trace`: record, look at, import and export routing traces."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -45,10 +44,10 @@ def info(
 def stats(trace: TraceName, json: AsJson = False) -> None:
     """Print locality, skew, LRU hit rates and acceptance, for each layer and in all."""
     from .reader import open_trace
-    from .report import layer_rows, statistics, total_rows
+    from .report import layer_rows, statistics, total_rows, warn_if_unfinished
 
     opened = open_trace(trace)
-    _warn_if_incomplete(opened.summary().state)
+    warn_if_unfinished(opened)
     found = statistics(opened)
     if not found["tokens"]:
         raise InputError(f"{opened.path}: no generated tokens to describe (prefill only)")
@@ -84,15 +83,11 @@ def export(
     """Write a trace as one Parquet table, a row for each token; the header goes into its metadata."""
     from .export import export_parquet
     from .reader import open_trace
+    from .report import warn_if_unfinished
 
     opened = open_trace(trace)
-    _warn_if_incomplete(opened.summary().state)
+    warn_if_unfinished(opened)
     say(f"{out}: {export_parquet(opened, out):,} rows")
-
-
-def _warn_if_incomplete(state: str) -> None:
-    if state.startswith("incomplete"):
-        sys.stderr.write(f"warning: {state}\n")
 
 
 def main() -> None:

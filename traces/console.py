@@ -62,6 +62,11 @@ def say(what: Any) -> None:
     console.print(what)
 
 
+def warn(text: str) -> None:
+    """One line on stderr; the command goes on."""
+    sys.stderr.write(f"warning: {text}\n")
+
+
 def parse_size(text: str, flag: str) -> int:
     """Bytes of "24GiB", "900 MB" or "1.5GB"; InputError names the flag."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)

@@ -114,6 +114,13 @@ class Trace:
         with pa.OSFile(str(self.path)) as source:
             yield from _Pass(self, source).rows()
 
+    @property
+    def finished(self) -> bool:
+        """Whether the file was closed; a glance at its last bytes."""
+        with self.path.open("rb") as file:
+            file.seek(-len(END_OF_STREAM), 2)
+            return file.read() == END_OF_STREAM
+
     def summary(self) -> Summary:
         """Read through the file and count."""
         kinds: Counter[int] = Counter()

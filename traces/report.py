@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from .console import show_size
+from .console import show_size, warn
 from .reader import Summary, Trace
 from .schema import Header, id_dtype
 from .stats import (
@@ -25,6 +25,12 @@ from .views import Steps
 
 LAGS = (1, 2, 4, 8, 16, 32, 64)
 WINDOWS = (2, 4, 8, 16, 32, 64)
+
+
+def warn_if_unfinished(trace: Trace) -> None:
+    """Say on stderr what is missing from a trace whose writer was killed."""
+    if not trace.finished:
+        warn(f"{trace.path}: {trace.summary().state}")
 
 
 def info_rows(trace: Trace, summary: Summary) -> list[dict[str, str]]:

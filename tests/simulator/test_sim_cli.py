@@ -57,6 +57,17 @@ def test_run_prints_a_table_a_verdict_and_writes_a_folder(sim, tmp_path):
     }
 
 
+def test_a_cut_trace_is_replayed_with_a_warning_or_refused_o11(sim, tmp_path):
+    whole = (tmp_path / "t.spac").read_bytes()
+    (tmp_path / "cut.spac").write_bytes(whole[: -len(whole) // 8])
+    code, _, err = sim("run", "cut.spac", "--slots", "3", *FAST)
+    assert code == 0
+    assert err.startswith("warning: cut.spac: incomplete: ")
+    code, out, err = sim("run", "cut.spac", "--slots", "3", *FAST, "--strict")
+    assert (code, out) == (2, "")
+    assert "incomplete" in err
+
+
 def test_json_is_the_metrics_file(sim, tmp_path):
     code, out, err = sim("run", "t.spac", "--slots", "4", "--out", "r", "--json", *FAST)
     assert (code, err) == (0, "")

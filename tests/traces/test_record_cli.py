@@ -137,7 +137,7 @@ def test_ctrl_c_in_a_long_prefill(tmp_path, tiny_target):
     options = ["--target", str(tiny_target), "--prompts", str(prompt), "--prefill-chunk", "16", "--scores", "full"]
     command = [sys.executable, "-c", program, "-o", str(out), *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and (not out.exists() or out.stat().st_size < 20_000):
+    while process.poll() is None and (not out.exists() or out.stat().st_size < 8_000):
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)

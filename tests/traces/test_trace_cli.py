@@ -65,7 +65,7 @@ def test_info_of_a_cut_file_says_so_and_strict_refuses(capsys, monkeypatch, tmp_
     assert "incomplete: 6 steps" in err
     code, _, err = spac_trace(capsys, monkeypatch, "stats", str(cut))
     assert code == 0
-    assert "warning: incomplete: 6 steps" in err
+    assert f"warning: {cut}: incomplete: 6 steps, tail dropped" in err
 
 
 def test_stats_as_tables_and_json(capsys, monkeypatch):

@@ -69,8 +69,7 @@ def measure() -> dict[str, Any]:
         found["samples"] = samples(pair, texts)
     layers = stats["layers"]
     for name in ("overlap_1", "top20", "entropy", "union_8"):
-        values = [layer[name] for layer in layers]
-        found[name] = {"mean": stats["mean"][name], "least": min(values), "most": max(values)}
+        found[name] = _spread([layer[name] for layer in layers])
     cosines = [pair["cosine"] for pair in stats["domain_cosines"]]
     found["domain_cosine"] = {
         "mean": round(sum(cosines) / len(cosines), 4),
@@ -81,8 +80,12 @@ def measure() -> dict[str, Any]:
     return found
 
 
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"mean": round(sum(values) / len(values), 4), "least": min(values), "most": max(values)}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="See the top of the file.")
     parser.add_argument("-o", dest="out", type=Path, required=True)
     out = parser.parse_args().out
     found = measure()

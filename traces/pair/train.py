@@ -17,6 +17,7 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,7 +76,7 @@ def make_tokenizer(corpus: Path, work: Path) -> None:
         (work / f"{name}.held.txt").write_text(held, encoding="utf-8")
 
 
-def new_models() -> tuple[torch.nn.Module, torch.nn.Module]:
+def new_models() -> tuple[Any, Any]:
     """Untrained target (8 MoE layers, 32 experts, top-4) and draft (2 dense layers), one vocabulary."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -269,7 +270,7 @@ def export(work: Path, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="See the top of the file.")
     verbs = parser.add_subparsers(dest="verb", required=True)
     for verb in ("tokenizer", "fit", "distill", "export"):
         verbs.add_parser(verb).add_argument("--work", type=Path, required=True)
