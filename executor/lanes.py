@@ -19,6 +19,7 @@ from .moe import Call
 from .store import Arena, HostStore
 
 JOIN_SECONDS = 2.0
+LOOK_AGAIN_SECONDS = 0.5  # a signal that another thread caught is acted upon no later
 
 
 class Shared:
@@ -62,7 +63,7 @@ class Shared:
         with self.lock:
             while not thing.done:
                 self.check()
-                self.progress.wait()
+                self.progress.wait(LOOK_AGAIN_SECONDS)
         return perf_counter_ns() - begin
 
     def close(self) -> None:

@@ -1,0 +1,88 @@
+"""spac-exec from the command line."""
+
+import json
+import tomllib
+
+import pytest
+
+from moe_spac.executor.cli import app
+from moe_spac.policies.load import load_policy, save_policy
+from moe_spac.traces.errors import InputError
+from moe_spac.traces.reader import open_trace
+
+
+def call(*words) -> int:
+    return app([str(w) for w in words], standalone_mode=False)
+
+
+@pytest.fixture
+def pair(tiny_target, tiny_draft):
+    return ["--target", tiny_target, "--draft", tiny_draft]
+
+
+@pytest.fixture
+def winner(tmp_path):
+    """As spac-sim writes it."""
+    path = tmp_path / "winner.toml"
+    save_policy(path, load_policy("moe-spac"), {"slots": 8, "slots_per_layer": 4.0, "mode": "sd", "machine": "m"})
+    return path
+
+
+def test_winner_runs_on_a_calibrated_machine(pair, winner, tmp_path, capsys):
+    machine, trace = tmp_path / "machine.toml", tmp_path / "run.spac"
+    assert not call("calibrate", "-o", machine, *pair, "--link-bandwidth", "200MB/s", "--link-latency", "10us")
+    assert tomllib.loads(machine.read_text())["link"]["bandwidth"]["value"] == "200.0 MB/s"
+    assert "expert on cpu" in capsys.readouterr().out
+    words = ["generate", "the expert", "--policy", winner, "--machine", machine, *pair, "--max-new-tokens", 8]
+    assert call(*words, "--record", trace, "--check") == 0
+    shown = capsys.readouterr().out
+    assert "identical" in shown
+    assert "predicted" in shown
+    assert open_trace(trace).summary().emitted == 8
+
+
+def test_json_of_the_virtual_clock(pair, winner, capsys):
+    words = ["generate", "the expert", "--policy", winner, *pair, "--max-new-tokens", 6, "--clock", "virtual"]
+    assert call(*words, "--json", "--check") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["identical_to_transformers"] is True
+    assert (found["policy"], found["slots_per_layer"], found["new_tokens"]) == ("moe-spac", 4, 6)
+    assert found["tokens_per_s"] > 0
+    assert found["texts"][0]["prompt"] == "the expert"
+    assert call(*words, "--json", "--slots", 8) == 0
+    assert json.loads(capsys.readouterr().out)["hit_rate"] > found["hit_rate"]
+
+
+def test_a_winner_without_speculation_drafts_nothing(pair, tmp_path, capsys):
+    path = tmp_path / "winner.toml"
+    save_policy(path, load_policy("ar-lru"), {"slots_per_layer": 4.0, "mode": "ar"})
+    assert call("generate", "the", "--policy", path, *pair, "--max-new-tokens", 5, "--clock", "virtual", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["acceptance"], found["steps"]) == (None, 5)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--policy", "min"], "future"),
+        (["--policy", "moe-spca"], "did you mean moe-spac"),
+        (["--slots", "1"], "--slots.*top-k"),
+        (["--slots", "9"], "8 experts"),
+        (["--slots", "2", "--vram", "1GiB"], "--slots and --vram"),
+        (["--vram", "1kB"], "--vram.*not one slot"),
+        (["--clock", "moon"], "--clock moon"),
+        (["--machine", "moon"], "--machine.*moon"),
+        (["--check", "--temperature", "1"], "--check"),
+        (["--record", "/no/such/folder/t.spac"], "--record.*no such folder"),
+        (["--prompts", "drama"], "PROMPT and --prompts"),
+    ],
+)
+def test_bad_input_is_named(words, said, pair):
+    with pytest.raises(InputError, match=said):
+        call("generate", "the expert", "--clock", "virtual", *pair, "--max-new-tokens", 2, *words)
+
+
+@pytest.mark.parametrize("rate", ["fast", "100", "0MB/s", "-1MB/s"])
+def test_link_rates_need_a_unit(rate, pair, tmp_path):
+    with pytest.raises(InputError, match="--link-bandwidth.*100MB/s"):
+        call("calibrate", "-o", tmp_path / "m.toml", *pair, "--link-bandwidth", rate)
