@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Run real inference under a policy.", no_args_is_help=True, add_completion=False)
 
 DEFAULT_FRACTION = 0.25  # of the experts in slots, where nothing else is said
+DEFAULT_DRAFT_LENGTH = 4
 DEFAULT_MACHINE = "rtx4090-pcie4"  # of the virtual clock
 
 Target = Annotated[str | None, typer.Option(help="Folder or Hugging Face name. Default: the embedded pair.")]
@@ -46,7 +47,9 @@ def generate(
     cache_fraction: Annotated[float | None, typer.Option(min=0, max=1, help="Slots as a share of all experts.")] = None,
     vram: Annotated[str | None, typer.Option(metavar="SIZE", help="Slots that fit in this, e.g. 12GiB.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    draft_length: Annotated[int | None, typer.Option(min=0, help="Tokens to draft a step. Default 4.")] = None,
+    draft_length: Annotated[
+        int | None, typer.Option(min=0, help=f"Tokens to draft a step. Default {DEFAULT_DRAFT_LENGTH}.")
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of sampling and of the policy.")] = 0,
     clock: Annotated[str, typer.Option(help="real, or virtual: the simulator's time.")] = "real",
@@ -68,8 +71,9 @@ def generate(
     if record is not None and not record.parent.is_dir():
         raise InputError(f"--record {record}: no such folder {record.parent}; make it first")
     given = prompts_of(prompt, prompts, prompt_limit)
-    if draft is None and draft_length is None and chosen.get("mode") == "ar":
-        draft = "none"  # the policy was chosen for decoding without a draft
+    length = draft_length if draft_length is not None else 0 if chosen.get("mode") == "ar" else DEFAULT_DRAFT_LENGTH
+    if length == 0:  # asked for, or the policy was chosen for decoding without a draft
+        draft = "none"
 
     from ..traces.speculate import Options
     from .models import load_models
@@ -78,7 +82,6 @@ def generate(
     models = load_models(target, draft, dtype, device or default_device())
     profile = machine_of(machine, clock, models)
     stops = () if ignore_eos else models.pair.stop_tokens
-    length = 4 if draft_length is None else draft_length
     options = Options(max_new_tokens, length, temperature, seed=seed, stop_tokens=stops)
     budget = parse_size(vram, "--vram") if vram else None
     total = slots_of(slots, cache_fraction, budget, chosen, models, profile, chosen_policy, max_new_tokens, given)

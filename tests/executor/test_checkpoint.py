@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import save_tiny_target
 from transformers import AutoModelForCausalLM
 
 from moe_spac.executor.checkpoint import load_target
@@ -96,12 +97,13 @@ def test_an_expert_may_lie_in_two_shards(folder, expected):
         load(folder)
 
 
-def test_only_experts_stay_on_meta_and_the_head_is_tied(tiny_target):
-    model, store = load(tiny_target)
+@pytest.mark.parametrize("tied", [True, False])
+def test_only_experts_stay_on_meta(tied, tmp_path):
+    model, store = load(save_tiny_target(tmp_path / "model", tie_word_embeddings=tied))
     meta = {name for name, p in model.named_parameters() if p.is_meta}
     assert meta == {f"model.layers.{i}.mlp.experts.{p}_proj" for i in (0, 1) for p in ("gate_up", "down")}
     assert not any(b.is_meta for b in model.buffers())
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
     assert store.record.size == 3 * 64 * 32 * 4
 
 
@@ -118,7 +120,7 @@ def test_half_precision_checkpoints_are_widened(folder):
     [
         (lambda t: t.pop(UP), f"{UP} missing"),
         (lambda t: t.pop("model.layers.1.mlp.gate.weight"), r"layers\.1\.mlp\.gate\.weight missing"),
-        (lambda t: t.update({"model.layers.1.mlp.experts.8.up_proj.weight": t[UP]}), r"experts\.8\.up_proj.*unexpected"),
+        (lambda t: t.update({"model.layers.1.mlp.experts.8.up_proj.weight": t[UP] + 1}), r"experts\.8\.up.*unexpected"),
         (lambda t: t.update({"model.extra.weight": torch.zeros(2)}), r"model\.extra\.weight unexpected"),
         (lambda t: t.update({UP: torch.zeros(32, 63)}), r"shape \(32, 63\)"),
         (lambda t: t.update({"model.norm.weight": torch.zeros(63)}), r"model\.norm\.weight has the shape \(63,\)"),

@@ -84,5 +84,5 @@ def test_bad_input_is_named(words, said, pair):
 
 @pytest.mark.parametrize("rate", ["fast", "100", "0MB/s", "-1MB/s"])
 def test_link_rates_need_a_unit(rate, pair, tmp_path):
-    with pytest.raises(InputError, match="--link-bandwidth.*100MB/s"):
+    with pytest.raises(InputError, match=r"--link-bandwidth.*100MB/s"):
         call("calibrate", "-o", tmp_path / "m.toml", *pair, "--link-bandwidth", rate)

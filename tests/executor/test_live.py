@@ -161,7 +161,7 @@ class Failing(Policy):
 
 
 @pytest.mark.parametrize("clock", ["real", "virtual"])
-@pytest.mark.parametrize("after", (0, 1, 7))
+@pytest.mark.parametrize("after", [0, 1, 7])
 def test_a_failing_policy_is_named_and_nothing_hangs(after, clock, load_live, live_prompts, live_machine):
     with pytest.raises(InputError, match=r"policy failing, step \d+.*no idea"):
         run(load_live("own"), Failing(after), live_prompts, Settings(live_machine, SOME, clock, options_for()))
@@ -211,7 +211,7 @@ def test_interrupt_ends_the_run_at_once(load_live, live_prompts, live_machine, t
 
 def test_what_cannot_run_live_is_refused(load_live, live_prompts, live_machine):
     models = load_live("none")
-    with pytest.raises(InputError, match="min.*future"):
+    with pytest.raises(InputError, match=r"min.*future"):
         run(models, load_policy("min"), live_prompts, Settings(live_machine, SOME, options=options_for()))
     with pytest.raises(InputError, match="top-k"):
         run(models, load_policy("ar-lru"), live_prompts, Settings(live_machine, TOP_K - 1, options=options_for()))

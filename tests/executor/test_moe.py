@@ -79,5 +79,5 @@ def test_a_record_is_gate_then_up_then_down_without_gaps(store):
 def test_the_arena_keeps_its_budget():
     record = Record(HIDDEN, WIDTH, torch.float32)
     assert Arena(3, record, budget=3 * record.size).size == 3 * record.size
-    with pytest.raises(InputError, match="4 slots.*budget"):
+    with pytest.raises(InputError, match=r"4 slots.*budget"):
         Arena(4, record, budget=4 * record.size - 1)
