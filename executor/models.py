@@ -17,6 +17,7 @@ from ..traces.models import (
     quiet,
     read_weights,
     stop_tokens,
+    suit_threads,
 )
 from .checkpoint import load_target
 from .store import HostStore
@@ -54,5 +55,6 @@ def load_models(
             draft_shape = measure_draft(small.config, small.name, draft_dtype)
             helper = read_weights(small, draft_dtype, device)
         model, store = load_target(big, shape, device, pinned=device != "cpu")
+    suit_threads(shape, device)
     pair = Pair(model, helper, big.tokenizer, shape, draft_shape, stop_tokens(model))
     return Models(pair, store, moe_blocks(model), big.place)

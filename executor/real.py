@@ -33,9 +33,8 @@ class RealHost:
         self._asked = 0
         self._mark = 0
         self._threads_before = torch.get_num_threads()
-        threads = max(
-            1, (os.cpu_count() or 2) // 2
-        )  # half for the fast device where it is emulated, half for the CPU tier
+        # Half for the fast device where it is emulated, half for the CPU tier.
+        threads = max(1, min(self._threads_before, (os.cpu_count() or 2) // 2))
         torch.set_num_threads(threads)
         fill_placement(driver, store, arena)
         self._shared = Shared()

@@ -4,6 +4,7 @@ Everything that can be refused is refused from configurations and tokenizers, be
 """
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from .schema import DraftShape, ModelShape
 
 PAIR = Path(__file__).parent / "pair"
 EMBEDDED = "embedded"
+SMALL_HIDDEN = 512
 DTYPES = ("float32", "bfloat16", "float16")
 LAYER = re.compile(r"\blayers?\.(\d+)\.")
 
@@ -78,7 +80,18 @@ def load_pair(
             draft_shape = measure_draft(small.config, small.name, dtype_of(small.config, dtype))
         model = read_weights(big, shape.dtype, device, experts)
         helper = None if small is None else read_weights(small, dtype_of(small.config, dtype), device)
+    suit_threads(shape, device)
     return Pair(model, helper, big.tokenizer, shape, draft_shape, stop_tokens(model))
+
+
+def suit_threads(shape: ModelShape, device: str) -> None:
+    """One thread on the CPU for a model whose matrices are too small to be shared out, unless the user has said.
+
+    Nothing is gained by more, and where another process has one of the cores they wait for each other at every
+    operation: the embedded pair then records fifteen times slower on two threads than on one.
+    """
+    if device == "cpu" and shape.hidden < SMALL_HIDDEN and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 def find_pair(target: str | Path | None, draft: str | Path | None) -> tuple[Source, Source | None]:
