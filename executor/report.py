@@ -84,7 +84,8 @@ def _show_prediction(prediction: Prediction) -> None:
     split = {"predicted": prediction.predicted_split, "measured": prediction.measured_split}
     names = sorted({name for parts in split.values() for name in parts if parts[name] >= 0.005})
     rows = [
-        {"": which, "tokens per s": f"{speed:.1f}"} | {name: f"{split[which].get(name, 0):.2f}" for name in names}
+        {"": which, "tokens per s": f"{speed:.1f}"}
+        | {name: f"{split[which][name]:.2f}" if name in split[which] else None for name in names}
         for which, speed in (("predicted", prediction.predicted), ("measured", prediction.measured))
     ]
     show_table("Prediction of this very run by the simulator; ms per output token by cause", rows)

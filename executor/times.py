@@ -44,8 +44,13 @@ class StepTimes:
         return self.draft + sum(x.before + x.wall for x in self.layers) + self.tail
 
     def split(self) -> dict[str, int]:
-        """ns of the step by what they went to; they add up to `wall_ns`."""
-        total = {
-            name: sum(getattr(x, name) for x in self.layers) for name in ("expert", "wait_copy", "wait_cpu", "policy")
-        }
-        return {"draft": self.draft, "dense": self.wall_ns - self.draft - sum(total.values()), **total}
+        """ns of the step by what they went to, named as the simulator names them; they add up to `wall_ns`.
+
+        What the first layer's `before` has beyond the others' mean is the embedding, and goes to the step.
+        """
+        names = ("expert", "wait_copy", "wait_cpu", "policy")
+        total = {name: sum(getattr(x, name) for x in self.layers) for name in names}
+        others = [x.before for x in self.layers[1:]]
+        step = self.tail + (self.layers[0].before - sum(others) // len(others) if others else 0)
+        dense = self.wall_ns - self.draft - step - sum(total.values())
+        return {"draft": self.draft, "step": step, "dense": dense, **total}

@@ -1,5 +1,7 @@
 """Tiny pairs loaded once, and what transformers itself writes for the prompts."""
 
+from typing import Any
+
 import pytest
 
 PROMPTS = ("the expert that the router chose", "To be, or not")
@@ -41,7 +43,7 @@ def greedy_texts(tiny_target):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(tiny_target)
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_target)
     tokenizer = AutoTokenizer.from_pretrained(tiny_target)
     texts = []
     for prompt in PROMPTS:

@@ -9,7 +9,8 @@ from typing import ClassVar
 
 import pytest
 
-from moe_spac.executor.session import Settings, run
+from moe_spac.executor.session import Clock, Settings, run
+from moe_spac.executor.times import StepTimes
 from moe_spac.policies.interface import Policy, Where
 from moe_spac.policies.load import OWN, load_policy
 from moe_spac.simulator.run import simulate
@@ -78,6 +79,7 @@ def test_real_run_writes_greedy_tokens_and_counts_add_up(
         assert count.needed == count.hits + count.joins + count.fetches + count.streams + count.cpu
         assert count.insertions <= count.fetches
     for step in result.times:
+        assert isinstance(step, StepTimes)
         assert sum(step.split().values()) == step.wall_ns
         assert all(layer.policy >= 0 for layer in step.layers)
     assert result.tokens_per_s > 0
@@ -94,15 +96,16 @@ def test_real_and_virtual_clock_decide_the_same_without_prefetching(load_live, l
 
 def test_sampling_is_the_same_under_every_policy_and_clock(load_live, live_prompts, live_machine):
     options = Options(max_new_tokens=12, draft_length=3, temperature=0.8, seed=5)
+    runs: list[tuple[str, int, Clock]] = [
+        ("ar-lru", NONE, "virtual"),
+        ("moe-spac", SOME, "real"),
+        ("static", ALL, "real"),
+    ]
     texts = [
         run(
             load_live("tiny"), load_policy(policy), live_prompts[:1], Settings(live_machine, slots, clock, options)
         ).texts
-        for policy, slots, clock in (
-            ("ar-lru", NONE, "virtual"),
-            ("moe-spac", SOME, "real"),
-            ("static", ALL, "virtual"),
-        )
+        for policy, slots, clock in runs
     ]
     assert texts[0] == texts[1] == texts[2]
 
