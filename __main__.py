@@ -23,7 +23,7 @@ def story(out: Path) -> list[tuple[str, list[str]]]:
     return [
         (
             "Record what the routers of the embedded Qwen3-MoE target decide while a draft speculates",
-            ["spac-trace", "record", "-o", trace, "--max-new-tokens", "48", "--draft-length", "4", "--lookahead", "3"],
+            ["spac-trace", "record", "-o", trace, "--max-new-tokens", "32", "--draft-length", "4", "--lookahead", "3"],
         ),
         (
             "Measure this machine: the GPU is emulated by slots in RAM, the link by its transfer time",
@@ -31,17 +31,17 @@ def story(out: Path) -> list[tuple[str, list[str]]]:
         ),
         (
             "Replay the trace under every policy on the model of this machine, and keep the winner",
-            ["spac-sim", "run", trace, "--machine", machine, *compare, "--slots", "6,10,16",
+            ["spac-sim", "run", trace, "--machine", machine, *compare, "--slots", "6,10,16", "--jobs", "2",
              "--out", str(out / "compare"), "--save-winner", winner],
         ),
         (
             "The same, for a real model on a laptop: gpt-oss-20b's own routing (imported), 4 assumed draft tokens",
             ["spac-sim", "run", "gpt-oss-20b", "--machine", "rtx4060-laptop", *compare, "--slots", "8",
-             "--limit-steps", "60", "--window", "4", "--acceptance", "0.7", "--out", str(out / "gpt-oss-20b")],
+             "--limit-steps", "40", "--window", "4", "--acceptance", "0.7", "--out", str(out / "gpt-oss-20b")],
         ),
         (
             "Run real inference under the winning policy; the tokens are checked against transformers' own",
-            ["spac-exec", "generate", "--policy", winner, "--machine", machine, "--max-new-tokens", "64", "--check"],
+            ["spac-exec", "generate", "--policy", winner, "--machine", machine, "--max-new-tokens", "48", "--check"],
         ),
     ]  # fmt: skip
 
@@ -62,7 +62,9 @@ def tell(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for number, (why, command) in enumerate(story(out), 1):
         say(f"\n[bold]{number}. {why}[/]\n[dim]$ {shlex.join(command)}[/]")
+        step = time.monotonic()
         app_of(command[0])(command[1:], prog_name=command[0], standalone_mode=False)
+        say(f"[dim]({time.monotonic() - step:.0f} s)[/]")
     plots = sorted(out.rglob("*.png"))
     say(f"\n[bold]Done in {time.monotonic() - begin:.0f} s.[/] Plots (PNG, with SVG beside them):")
     for plot in plots:

@@ -219,8 +219,9 @@ def _difference(after: dict[str, int], before: dict[str, int]) -> dict[str, int]
 def gate_forecasts(layer: int, ahead: np.ndarray, layers: int) -> Iterable[Forecast]:
     """Forecasts of the "next-gate" channel from ids [n, J, k] that later gates gave on this layer's hidden state."""
     for j in range(min(ahead.shape[1], layers - 1 - layer)):
-        experts, counts = np.unique(ahead[:, j], return_counts=True)
-        yield Forecast("next-gate", layer + 1 + j, dict(zip(experts.tolist(), counts.tolist(), strict=True)))
+        counts = np.bincount(ahead[:, j].reshape(-1))
+        experts = np.flatnonzero(counts)
+        yield Forecast("next-gate", layer + 1 + j, dict(zip(experts.tolist(), counts[experts].tolist(), strict=True)))
 
 
 def setup_for(shape: ModelShape, rates: Rates, policy: Policy, slots: int, draft_length: int, seed: int = 0) -> Setup:
