@@ -15,7 +15,7 @@ import torch
 
 from ..policies.driver import Counters, Driver, PolicyError
 from ..policies.interface import Policy, StepInfo
-from ..simulator.cli import check_size
+from ..simulator.capacity import check_size
 from ..simulator.engine import StepTime, setup_for
 from ..simulator.machine import Machine, rates_for
 from ..traces.errors import InputError

@@ -57,3 +57,16 @@ def _most(room: int, shape: ModelShape, pooled: bool) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if middle + staging_for(middle, shape, pooled) <= room else (low, middle - 1)
     return low
+
+
+def check_size(flag: str, slots: int, shape: ModelShape) -> None:
+    """InputError for a cache that cannot hold one token's experts, or more than there are. 0 is let through."""
+    layers = len(shape.moe_layers)
+    each = f"{slots / layers:.3g} slots a layer"
+    if 0 < slots < layers * shape.top_k:
+        raise InputError(
+            f"{flag}: {each} are fewer than the {shape.top_k} experts that one token needs (top-k of {shape.name}); "
+            f"give at least {shape.top_k} slots a layer"
+        )
+    if slots > layers * shape.experts:
+        raise InputError(f"{flag}: {each}, but {shape.name} has {shape.experts} experts a layer; give at most that")

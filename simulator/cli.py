@@ -119,6 +119,8 @@ def sizes_for(
     slots: str | None, fraction: str | None, vram: str | None, job: "Job", policies: "Sequence[Policy]"
 ) -> tuple[list[int], str]:
     """Cache sizes in slots over all layers, and for --vram the sum in words. InputError names the flag."""
+    from .capacity import check_size
+
     shape = job.source.trace.header.target
     layers = len(shape.moe_layers)
     given = [flag for flag, text in (("--slots", slots), ("--cache-fraction", fraction), ("--vram", vram)) if text]
@@ -140,19 +142,6 @@ def sizes_for(
     return totals, ""
 
 
-def check_size(flag: str, slots: int, shape: "ModelShape") -> None:
-    """InputError for a cache that cannot hold one token's experts, or more than there are. 0 is let through."""
-    layers = len(shape.moe_layers)
-    each = f"{slots / layers:.3g} slots a layer"
-    if 0 < slots < layers * shape.top_k:
-        raise InputError(
-            f"{flag}: {each} are fewer than the {shape.top_k} experts that one token needs (top-k of {shape.name}); "
-            f"give at least {shape.top_k} slots a layer"
-        )
-    if slots > layers * shape.experts:
-        raise InputError(f"{flag}: {each}, but {shape.name} has {shape.experts} experts a layer; give at most that")
-
-
 def _numbers(flag: str, text: str, whole: bool = False) -> list[float]:
     values: list[float] = [-1]
     with suppress(ValueError):
@@ -164,7 +153,7 @@ def _numbers(flag: str, text: str, whole: bool = False) -> list[float]:
 
 
 def _fitting(vram: str, job: "Job", shape: "ModelShape", policies: "Sequence[Policy]") -> tuple[list[int], str]:
-    from .capacity import fit_in
+    from .capacity import check_size, fit_in
 
     budget = parse_size(vram, "--vram")
     context = max(load.context for load in job.loads.values())
