@@ -195,8 +195,7 @@ def slots_of(
     prompts: "list[Prompt]",
 ) -> int:
     """Slots over all layers: what a flag says, else what the policy file says, else a quarter of the experts."""
-    from ..simulator.capacity import fit_in
-    from ..simulator.cli import check_size
+    from ..simulator.capacity import check_size, fit_in
     from ..traces.prompts import encode
 
     shape = models.pair.shape
