@@ -18,7 +18,7 @@ POLICIES = ("ar-lru", "hybrimoe", "moe-spac", "static")
 
 def story(out: Path) -> list[tuple[str, list[str]]]:
     """The commands, each with a line on what it is for."""
-    trace, machine, winner = (str(out / name) for name in ("trace.spac", "machine.toml", "winner.toml"))
+    trace, machine, winner = (str(out / name) for name in ("trace.spac", "this-machine.toml", "winner.toml"))
     compare = [flag for p in POLICIES for flag in ("--policy", p)]
     return [
         (

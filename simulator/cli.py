@@ -185,7 +185,7 @@ def write(folder: Path, job: "Job", name: str, outcomes: "Sequence[Outcome]", co
     def draw(where: Path) -> None:
         from .plots import draw_all
 
-        assumed = f", assumed acceptance {job.source.acceptance:g}" if job.source.window else ""
+        assumed = f", assumed acceptance {job.source.acceptance:g}, drafting free" if job.source.window else ""
         origin = f"{provenance(job.source.trace.header, name)}{assumed}; machine {job.machine.name}"
         draw_all(where, outcomes, layers, origin)
 

@@ -14,7 +14,7 @@ def test_the_whole_story_runs_offline(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "identical" in done.stdout
-    for name in ("trace.spac", "machine.toml", "winner.toml", "compare/metrics.json", "compare/run.json"):
+    for name in ("trace.spac", "this-machine.toml", "winner.toml", "compare/metrics.json", "compare/run.json"):
         assert (tmp_path / "demo" / name).is_file(), name
     assert len(list((tmp_path / "demo" / "compare").glob("*.png"))) >= 3
     assert len(list((tmp_path / "demo" / "compare").glob("*.svg"))) >= 3
