@@ -153,6 +153,7 @@ def test_missing_weights_are_not_filled_with_random_numbers(tiny_target, tmp_pat
 
 def test_precision_of_the_loaded_pair(tiny_target, tiny_draft):
     pair = load_pair(tiny_target, tiny_draft, "bfloat16")
+    assert pair.draft is not None
     assert pair.target.dtype is pair.draft.dtype is torch.bfloat16
     assert pair.shape.dtype == "bfloat16"
     assert load_pair(tiny_target, "none", "auto").shape.dtype == "float32"

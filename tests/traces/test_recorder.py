@@ -122,7 +122,7 @@ def test_lookahead_is_the_next_gates_opinion(whole, pair):
     hook = blocks[0].gate.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
     routing_of(pair.target, text)
     hook.remove()
-    weight = blocks[1].gate.weight.detach().numpy()
+    weight = blocks[1].gate.get_parameter("weight").detach().numpy()
     logits = seen[0].reshape(-1, 64).numpy() @ weight.T
     guess = np.argsort(-logits, -1)[:, :2]
     ahead = kept_rows(steps, 0, "ahead")

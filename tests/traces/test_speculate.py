@@ -238,6 +238,7 @@ def test_sampled_loop_follows_the_target(pair, prompt):
     n = 200
     counts = torch.zeros(320).double()
     speculation = Speculation(pair.target, pair.draft, Options(2, 1, 0.6, 0.9, seed=1, stop_tokens=(stop,)))
+    assert speculation.draft is not None
     for _ in range(n):
         speculation.text.clear()
         for model in (speculation.target, speculation.draft):
