@@ -140,14 +140,18 @@ def typical(values: Iterable[float]) -> float:
 
 
 def _line(points: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """Fixed part and slope (ns) of (tokens, ns), from the typical time of each number of tokens."""
+    """Fixed part and slope (ns) of (tokens, ns), from the typical time of each number of tokens.
+
+    Where a disturbance makes the fixed part negative, growth cannot be told and all of it is called fixed.
+    """
+    flat = typical(ns for _, ns in points), 0.0
     tokens = sorted({n for n, _ in points})
     if len(tokens) < 2:
-        return typical(ns for _, ns in points), 0.0
+        return flat
     means = [typical(ns for n, ns in points if n == t) for t in tokens]
     counts = [sum(n == t for n, _ in points) for t in tokens]
     slope, fixed = np.polyfit(tokens, means, 1, w=np.sqrt(counts))
-    return float(fixed), max(0.0, float(slope))
+    return (float(fixed), max(0.0, float(slope))) if fixed > 0 else flat
 
 
 def _layers(steps: Iterable[StepTimes]) -> list[LayerTimes]:

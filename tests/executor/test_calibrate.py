@@ -60,13 +60,18 @@ def measured(load_live) -> Machine:
     return calibrate(load_live("own"), EmulatedLink(bandwidth=50e6, latency_ns=10e3), name="here")
 
 
-def test_a_measured_profile_can_be_written_and_read(measured):
+def test_a_measured_profile_can_be_written_and_read(measured, load_live):
     assert parse_machine(show_machine(measured), "here.toml") == measured
     bases = {name: q.basis for name, q in measured.quantities.items()}
     assert {bases["link.bandwidth"], bases["link.copy_fixed"], bases["gpu.vram"]} == {"emulated"}
     for entry in ("gpu.launch", "gpu.expert_fixed", "gpu.step_fixed", "cpu.expert_fixed", "policy.layer"):
         assert bases[entry] == "measured"
+    for entry in ("gpu.launch", "gpu.step_fixed", "policy.layer"):
         assert measured[entry] > 0
+    # Of an expert's time only the sum is sure to be positive: noise may shift all of it into the part that grows.
+    costs = rates_for(measured, load_live("own").pair.shape).costs
+    assert costs.gpu_ns(1) > 0
+    assert costs.cpu_ns(1) > 0
 
 
 def test_prediction_and_measurement_are_split_to_the_last_microsecond(measured, load_live, live_prompts, tmp_path):
