@@ -154,8 +154,7 @@ class Engine:
         if cpu_done is not None:
             self._wait(cpu_done, "wait_cpu")
             self._spend(costs.hybrid_ns, "hybrid")
-        for expert in (*plan.gpu, *plan.joins, *plan.copies):
-            self.driver.worked(Key(layer, expert), Where.GPU, load[expert], costs.gpu_ns(load[expert]))
+        self._tell_work(plan, load)
         if self._on_serve is not None:
             self._on_serve(plan)
         spent = _difference(self._gpu, before)
@@ -182,8 +181,6 @@ class Engine:
         costs = self.rates.costs
         total = sum(costs.cpu_ns(load[e], first=i == 0) for i, e in enumerate(plan.cpu))
         fixed = costs.cpu_first_ns + len(plan.cpu) * costs.cpu_fixed_ns
-        for i, e in enumerate(plan.cpu):
-            self.driver.worked(Key(plan.demand.layer, e), Where.CPU, load[e], costs.cpu_ns(load[e], first=i == 0))
 
         def work():
             self._cpu.begin("busy", self.now)
@@ -192,6 +189,14 @@ class Engine:
             self._cpu.end(self.now)
 
         return self.env.process(work()), total
+
+    def _tell_work(self, plan: Plan, load: dict[int, int]) -> None:
+        """Every expert's undisturbed time, in working order."""
+        layer, costs = plan.demand.layer, self.rates.costs
+        for e in (*plan.gpu, *plan.joins, *plan.copies):
+            self.driver.worked(Key(layer, e), Where.GPU, load[e], costs.gpu_ns(load[e]))
+        for i, e in enumerate(plan.cpu):
+            self.driver.worked(Key(layer, e), Where.CPU, load[e], costs.cpu_ns(load[e], first=i == 0))
 
     def _landed(self, key: Key, ns: int) -> None:
         self.driver.landed(key, ns)
