@@ -1,7 +1,7 @@
 """Measure this machine for one pair of models and write it down as a machine profile.
 
 Everything is measured in place: short runs of the real loop on the real clock with every expert resident, on the GPU
-alone, on the CPU tier alone, and with each fourth expert on the CPU tier. The figures are mapped to the profile's
+alone, on the CPU tier alone, and with every second expert on the CPU tier. The figures are mapped to the profile's
 entries so that `rates_for` gives them back for this pair; for another model the profile is a guess. Memory-bound terms
 are left out (bandwidths are written as practically infinite): at these sizes they cannot be told from the fixed ones.
 """
@@ -74,7 +74,7 @@ def calibrate(models: Models, link: EmulatedLink | None = None, name: str = "thi
     many = [s for s in drafting if s.kind is Kind.VERIFY] or [s for s in alone if s.kind is Kind.PREFILL]
     _fit_gpu(models, entries, one, many)
     _fit_cpu(models, start, _observe(models, start, every=1))
-    _fit_hybrid(models, start, _observe(models, start, every=4))
+    _fit_hybrid(models, start, _observe(models, start, every=2))
     if drafting:
         _fit_draft(models, start, drafting)
     kind = "CUDA device" if models.device.type == "cuda" else "no GPU: slots in RAM stand for its memory"
