@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .errors import InputError
@@ -21,7 +22,8 @@ def run_app(app: typer.Typer) -> None:
     try:
         code = app(standalone_mode=False)
     except InputError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {_plain(error)}")
+        line = " ".join(str(error).splitlines())
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {escape(line)}")
         code = 2
     except (KeyboardInterrupt, typer.Abort):
         code = 130
@@ -34,10 +36,6 @@ def run_app(app: typer.Typer) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _plain(error: Exception) -> str:
-    return str(error).replace("[", "\\[").replace("\n", " ")
-
-
 def show_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
@@ -46,7 +44,8 @@ def show_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print rows with the same keys as one table; numbers to the right, missing values as a dash."""
     if not rows:
         return
-    table = Table(title=title, title_justify="left", title_style="bold")
+    say(f"[bold]{escape(title)}[/]")  # not the table's own title, which wraps at the width of a narrow table
+    table = Table()
     for name, value in rows[0].items():
         table.add_column(name, justify="left" if isinstance(value, str) else "right")
     for row in rows:
