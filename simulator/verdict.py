@@ -54,7 +54,7 @@ class Verdict:
         need = (
             "no acceptance would be enough"
             if self.break_even_acceptance is None
-            else f"it breaks even at an acceptance of {self.break_even_acceptance:.2f}"
+            else f"it breaks even where each draft is accepted with a chance of {self.break_even_acceptance:.2f}"
         )
         seen = "" if self.acceptance is None else f" (this trace: {self.acceptance:.2f})"
         return (
