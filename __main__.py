@@ -63,7 +63,9 @@ def tell(out: Path) -> None:
     for number, (why, command) in enumerate(story(out), 1):
         say(f"\n[bold]{number}. {why}[/]\n[dim]$ {shlex.join(command)}[/]")
         step = time.monotonic()
-        app_of(command[0])(command[1:], prog_name=command[0], standalone_mode=False)
+        code = app_of(command[0])(command[1:], prog_name=command[0], standalone_mode=False)
+        if code:
+            raise typer.Exit(code)
         say(f"[dim]({time.monotonic() - step:.0f} s)[/]")
     plots = sorted(out.rglob("*.png"))
     say(f"\n[bold]Done in {time.monotonic() - begin:.0f} s.[/] Plots (PNG, with SVG beside them):")
