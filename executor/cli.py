@@ -71,6 +71,8 @@ def generate(
     if record is not None and not record.parent.is_dir():
         raise InputError(f"--record {record}: no such folder {record.parent}; make it first")
     given = prompts_of(prompt, prompts, prompt_limit)
+    if check and any(len(p.turns) > 1 for p in given):
+        raise InputError("--check: takes prompts of one turn; these are conversations")
     length = draft_length if draft_length is not None else 0 if chosen.get("mode") == "ar" else DEFAULT_DRAFT_LENGTH
     if length == 0:  # asked for, or the policy was chosen for decoding without a draft
         draft = "none"
@@ -155,20 +157,18 @@ def default_device() -> str:
 
 
 def link_of(bandwidth: str, latency: str):
-    from ..simulator.machine import RATE, TIME
+    from ..simulator.machine import RATE, TIME, read_quantity
     from .calibrate import EmulatedLink
 
+    def quantity(flag: str, text: str, units: dict[str, float], example: str) -> float:
+        value = read_quantity(text, units)
+        if not value:
+            raise InputError(f"{flag} {text}: takes a number and one of {', '.join(units)}, for example {example}")
+        return value
+
     return EmulatedLink(
-        _quantity("--link-bandwidth", bandwidth, RATE, "100MB/s"), _quantity("--link-latency", latency, TIME, "20us")
+        quantity("--link-bandwidth", bandwidth, RATE, "100MB/s"), quantity("--link-latency", latency, TIME, "20us")
     )
-
-
-def _quantity(flag: str, text: str, units: dict[str, float], example: str) -> float:
-    for unit in sorted(units, key=len, reverse=True):
-        number = text.removesuffix(unit).strip()
-        if text.endswith(unit) and number.replace(".", "", 1).isdigit() and float(number) > 0:
-            return float(number) * units[unit]
-    raise InputError(f"{flag} {text}: takes a number and one of {', '.join(units)}, for example {example}")
 
 
 def machine_of(name: str | None, clock: str, models: "Models") -> "Machine":
@@ -231,12 +231,9 @@ def _tell(
     prediction = difference = None
     if settings.clock == "real" and result.decode_s > 0:
         prediction = predict(settings.record, policy_of(policy)[0], settings.machine, result, settings.seed)
-    turns = [encode(models.pair.tokenizer, prompt) for prompt in prompts]
     if check:
-        if any(len(sequence) > 1 for sequence in turns):
-            raise InputError("--check: takes prompts of one turn; these are conversations")
         options = settings.options
-        firsts = [sequence[0] for sequence in turns]
+        firsts = [encode(models.pair.tokenizer, prompt)[0] for prompt in prompts]
         difference = find_difference(models, firsts, result.generations, options.stop_tokens, options.max_new_tokens)
     if json:
         same = {"identical_to_transformers": difference is None} if check else {}

@@ -21,7 +21,7 @@ from ..simulator.machine import Machine, rates_for
 from ..traces.errors import InputError
 from ..traces.prompts import Prompt, encode
 from ..traces.recorder import gate_choice, make_header
-from ..traces.schema import Kind, Step, id_dtype
+from ..traces.schema import Kind, Step, id_dtype, kept_rows
 from ..traces.speculate import Generation, Observer, Options, Speculation
 from ..traces.writer import TraceWriter
 from .host import RING, Host, Routed
@@ -130,9 +130,7 @@ class Live(Observer):
         self.host.layer(call, route)
 
     def step_ends(self, accepted: int, emitted: Sequence[int]) -> None:
-        drafted = self._step.drafted
-        kept = ~drafted | (np.cumsum(drafted) <= accepted)
-        self.host.step_ends(accepted, kept, len(emitted))
+        self.host.step_ends(accepted, kept_rows(self._step.drafted, accepted), len(emitted))
         if self._write is not None:
             self._write(self._whole_step(accepted))
 

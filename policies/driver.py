@@ -83,6 +83,7 @@ class Driver:
     def __post_init__(self) -> None:
         staging = min(self.setup.experts, max(self.setup.slots, default=0))
         self.cache = Residency(self.setup.layers, self.setup.slots, staging)
+        self.cache_view = CacheView(self.cache)
         self._step = -1
         self._layer: int | None = None
         self._count = self.decode
@@ -179,10 +180,6 @@ class Driver:
         if not 0 <= n <= longest:
             self._fail(f"asked for a draft of {n} tokens; 0 to {longest} are possible")
         return n
-
-    @property
-    def cache_view(self) -> "CacheView":
-        return CacheView(self.cache)
 
     # Inside
 

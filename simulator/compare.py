@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..policies.load import load_policy
-from ..traces.views import autoregressive, windowed
+from ..traces.views import Steps, autoregressive, windowed
 from .engine import Run
 from .machine import Machine, rates_for
 from .metrics import OK, Limited, Load, Metrics, Table, gaps, load_of, measure, status_of, table_of
-from .run import Steps, simulate
+from .run import simulate
 from .verdict import Verdict, judge
 
 SD, AR = "sd", "ar"

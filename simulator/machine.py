@@ -9,6 +9,7 @@ Assumptions: batch 1; one GPU; the achieved (not the theoretical) rates stand in
 every dense weight once and the keys and values of its context once; the layers are alike.
 """
 
+import json
 import re
 import tomllib
 from dataclasses import dataclass
@@ -86,7 +87,11 @@ def load_machine(name: str) -> Machine:
     path = Path(name)
     if not path.is_file():
         raise InputError(f"--machine: no preset or file named {name!r}; presets: {', '.join(machine_names())}")
-    return parse_machine(path.read_text(), str(path))
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as a machine profile ({error})") from None
+    return parse_machine(text, str(path))
 
 
 def parse_machine(text: str, where: str) -> Machine:
@@ -111,17 +116,25 @@ def _quantity(data: dict[str, Any], entry: str, where: str) -> Quantity:
     wanted = "a plain number" if units is COUNT else f"a number and one of {', '.join(units)}"
     if not isinstance(given, dict) or "value" not in given:
         raise InputError(f"{where}: {entry} is missing; write {entry} = {{ value = ..., basis = ..., source = ... }}")
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*(\S*)\s*", str(given["value"]))
-    if not match or match[2] not in units:
+    value = read_quantity(str(given["value"]), units)
+    if value is None:
         raise InputError(f"{where}: {entry} has the value {given['value']!r}; it takes {wanted}")
+    if value == 0 and units in (RATE, COMPUTE):
+        raise InputError(f"{where}: {entry} is 0; a rate must be more than that")
     if given.get("basis") not in BASES:
         raise InputError(f"{where}: {entry} needs a basis, one of {', '.join(BASES)}")
-    return Quantity(float(match[1]) * units[match[2]], given["basis"], str(given.get("source", "")))
+    return Quantity(value, given["basis"], str(given.get("source", "")))
+
+
+def read_quantity(text: str, units: dict[str, float]) -> float | None:
+    """A number and one of `units`, in base units; None if `text` is something else."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*(\S*)\s*", text)
+    return float(match[1]) * units[match[2]] if match and match[2] in units else None
 
 
 def show_machine(machine: Machine) -> str:
     """TOML text that `parse_machine` reads back as the same profile."""
-    lines = [f'name = "{machine.name}"', f'title = "{machine.title}"']
+    lines = [f"name = {_text(machine.name)}", f"title = {_text(machine.title)}"]
     table = ""
     for entry, q in machine.quantities.items():
         if entry.split(".")[0] != table:
@@ -129,8 +142,14 @@ def show_machine(machine: Machine) -> str:
             lines += ["", f"[{table}]"]
         unit, factor = next(iter(UNITS[entry].items()))
         value = f"{q.value / factor!r} {unit}".strip()
-        lines.append(f'{entry.split(".")[1]} = {{ value = "{value}", basis = "{q.basis}", source = "{q.source}" }}')
+        known = f'basis = "{q.basis}", source = {_text(q.source)}'
+        lines.append(f'{entry.split(".")[1]} = {{ value = "{value}", {known} }}')
     return "\n".join(lines) + "\n"
+
+
+def _text(value: str) -> str:
+    """A TOML string: JSON's escapes are TOML's too."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ import numpy as np
 
 from ..policies.driver import Counters
 from ..traces.schema import Header, Kind, ModelShape, Step
+from ..traces.views import Steps
 from .engine import GPU_LABELS, Run, StepTime
 from .machine import Rates
-from .run import Steps
 
 KINDS = tuple(Kind)
 LANES = {"cpu": ("busy",), "link": ("demand", "prefetch"), "dram": ("busy",)}

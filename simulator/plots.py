@@ -24,7 +24,6 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8
 MARKERS = "osD^vPX*"
 LINES = ("-", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (7, 2, 1, 2)), "-", "-.")
 MODE_STYLES = {SD: ("#0072B2", ""), AR: ("#A6CEE3", "///")}
-MODE_WORDS = {SD: "SD", AR: "AR"}
 PARTS = {
     "dense": ("attention, dense weights", "#4D4D4D", ""),
     "expert": ("experts on the GPU", "#0072B2", ""),
@@ -99,7 +98,7 @@ def _mode(mode: str) -> str:
 
 def _speed_bar(axes: Axes, y: float, o: Outcome, height: float, top: float) -> None:
     if o.status != OK:
-        axes.text(top * 0.01, y, f"{MODE_WORDS[o.mode]}: {_short(o)}", va="center", color="#B00000", style="italic")
+        axes.text(top * 0.01, y, f"{o.mode.upper()}: {_short(o)}", va="center", color="#B00000", style="italic")
         return
     color, hatch = MODE_STYLES[o.mode]
     axes.barh(y, o.speed, height * 0.92, color="white" if o.reference else color, hatch=hatch, edgecolor="black",
@@ -154,7 +153,7 @@ def time(outcomes: Sequence[Outcome], layers: int, origin: str) -> Figure:
         for row, key in enumerate(rows):
             if key in here:
                 _time_bar(axes, row, here[key], used)
-        _name_rows(axes, [f"{_label(n, outcomes)}  {MODE_WORDS[m]}" for n, m in rows])
+        _name_rows(axes, [f"{_label(n, outcomes)}  {m.upper()}" for n, m in rows])
         axes.set_xlabel("ms per output token")
         axes.set_xlim(0, top * 1.03)
     keys = [Patch(facecolor=PARTS[p][1], hatch=PARTS[p][2], edgecolor="black", label=PARTS[p][0]) for p in used]

@@ -1,21 +1,13 @@
 """Run one policy over a trace on one machine."""
 
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from ..policies.driver import Driver, PolicyError
 from ..policies.interface import Policy
-from ..traces.schema import Header, Step
+from ..traces.views import Steps
 from .engine import Engine, Run, future_of, replay_step, setup_for
 from .machine import Machine, rates_for
-
-
-class Steps(Protocol):
-    """A trace or a view of one: a header, and steps that can be iterated more than once."""
-
-    @property
-    def header(self) -> Header: ...
-    def steps(self) -> Iterable[Step]: ...
 
 
 def simulate(

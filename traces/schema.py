@@ -143,7 +143,12 @@ class Step:
     @property
     def kept(self) -> np.ndarray:
         """[n] bool: rows that belong to the final text (all but the rejected drafts)."""
-        return ~self.drafted | (np.cumsum(self.drafted) <= self.accepted)
+        return kept_rows(self.drafted, self.accepted)
+
+
+def kept_rows(drafted: np.ndarray, accepted: int) -> np.ndarray:
+    """[n] bool: all rows of a step but its rejected drafts; drafted: [n] bool."""
+    return ~drafted | (np.cumsum(drafted) <= accepted)
 
 
 def id_dtype(experts: int) -> np.dtype:

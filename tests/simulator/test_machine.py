@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from moe_spac.simulator.machine import UNITS, load_machine, machine_names, parse_machine, rates_for, show_machine
@@ -38,6 +40,8 @@ def test_what_nobody_measured_is_listed():
     ("text", "words"),
     [
         (edited('"25000.0 MB/s"', '"25 GHz"'), ["link.bandwidth", "25 GHz", "GB/s"]),
+        (edited('"25000.0 MB/s"', '"2.5.0 GB/s"'), ["link.bandwidth", "2.5.0 GB/s"]),
+        (edited('"25000.0 MB/s"', '"0 GB/s"'), ["link.bandwidth is 0"]),
         (edited('vram = { value = "', 'vram = { value = "x'), ["gpu.vram", "GiB"]),
         (edited("copy_fixed =", "copy_fixd ="), ["link.copy_fixed is missing"]),
         (PRESET + '\n[disk]\nspeed = { value = "1 GB/s" }\n', ["unknown entry disk.speed"]),
@@ -52,6 +56,17 @@ def test_a_bad_profile_is_one_clear_line(text, words):
     assert str(caught.value).startswith("mine.toml: ")
     for word in words:
         assert word in str(caught.value)
+
+
+def test_any_text_survives_a_round_trip():
+    odd = replace(load_machine("rtx4090-pcie4"), title='for "C:\\models"')
+    assert parse_machine(show_machine(odd), "again") == odd
+
+
+def test_a_file_that_is_no_text_is_one_clear_line(tmp_path):
+    (tmp_path / "m.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="cannot be read as a machine profile"):
+        load_machine(str(tmp_path / "m.toml"))
 
 
 def test_an_unknown_machine_names_the_presets():
