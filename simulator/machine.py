@@ -13,6 +13,7 @@ import json
 import re
 import tomllib
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,33 @@ UNITS: dict[str, dict[str, float]] = {
     "gpu.expert_fixed": TIME,
     "gpu.step_fixed": TIME,
     "gpu.draft_fixed": TIME,
+    "gpu.headroom": SIZE,
     "link.bandwidth": RATE,
     "link.copy_fixed": TIME,
+    "link.chunk": SIZE,
+    "link.d2h_bandwidth": RATE,
+    "link.both_ways": COUNT,
+    "link.pageable_bandwidth": RATE,
+    "link.pageable_fixed": TIME,
     "host.bandwidth": RATE,
+    "host.pin_limit": SIZE,
     "cpu.bandwidth": RATE,
     "cpu.compute": COMPUTE,
     "cpu.first_expert": TIME,
     "cpu.expert_fixed": TIME,
     "cpu.hybrid_layer": TIME,
     "policy.layer": TIME,
+}
+
+# What a profile may leave out: value in base units and why that value. They count as assumed.
+DEFAULTS: dict[str, tuple[float, str]] = {
+    "gpu.headroom": (256 * 2**20, "kept free so that the driver does not begin to page (Crow#86: 7x slower near full)"),
+    "link.chunk": (2e6, "default: an expert is copied in pieces of about this size, and demand may go between them"),
+    "link.d2h_bandwidth": (0.0, "default: as fast as host to device"),
+    "link.both_ways": (0.45, "nvbandwidth#53: 25 to 11 GB/s host to device while data flows back"),
+    "link.pageable_bandwidth": (11.6e9, "imp#1409: 864 KiB keep the host busy for 76.2 us"),
+    "link.pageable_fixed": (16.1e3, "imp#1409: 864 KiB take 92.3 us in all"),
+    "host.pin_limit": (0.0, "default: 0, no limit known"),
 }
 
 
@@ -114,12 +133,15 @@ def _quantity(data: dict[str, Any], entry: str, where: str) -> Quantity:
     given = data.get(table, {}).get(name)
     units = UNITS[entry]
     wanted = "a plain number" if units is COUNT else f"a number and one of {', '.join(units)}"
+    if given is None and entry in DEFAULTS:
+        value, source = DEFAULTS[entry]
+        return Quantity(value, "assumed", source)
     if not isinstance(given, dict) or "value" not in given:
         raise InputError(f"{where}: {entry} is missing; write {entry} = {{ value = ..., basis = ..., source = ... }}")
     value = read_quantity(str(given["value"]), units)
     if value is None:
         raise InputError(f"{where}: {entry} has the value {given['value']!r}; it takes {wanted}")
-    if value == 0 and units in (RATE, COMPUTE):
+    if value == 0 and units in (RATE, COMPUTE) and entry not in DEFAULTS:
         raise InputError(f"{where}: {entry} is 0; a rate must be more than that")
     if given.get("basis") not in BASES:
         raise InputError(f"{where}: {entry} needs a basis, one of {', '.join(BASES)}")
@@ -129,7 +151,7 @@ def _quantity(data: dict[str, Any], entry: str, where: str) -> Quantity:
 def read_quantity(text: str, units: dict[str, float]) -> float | None:
     """A number and one of `units`, in base units; None if `text` is something else."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*(\S*)\s*", text)
-    return float(match[1]) * units[match[2]] if match and match[2] in units else None
+    return float(Decimal(match[1]) * Decimal(units[match[2]])) if match and match[2] in units else None
 
 
 def show_machine(machine: Machine) -> str:
@@ -141,7 +163,8 @@ def show_machine(machine: Machine) -> str:
             table = entry.split(".")[0]
             lines += ["", f"[{table}]"]
         unit, factor = next(iter(UNITS[entry].items()))
-        value = f"{q.value / factor!r} {unit}".strip()
+        # In decimals, because dividing and multiplying floats by a power of ten need not give the same float back.
+        value = f"{Decimal(repr(q.value)) / Decimal(factor):f} {unit}".strip()
         known = f'basis = "{q.basis}", source = {_text(q.source)}'
         lines.append(f'{entry.split(".")[1]} = {{ value = "{value}", {known} }}')
     return "\n".join(lines) + "\n"

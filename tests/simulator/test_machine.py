@@ -1,8 +1,20 @@
+import re
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from moe_spac.simulator.machine import UNITS, load_machine, machine_names, parse_machine, rates_for, show_machine
+from moe_spac.simulator.machine import (
+    DEFAULTS,
+    UNITS,
+    Quantity,
+    load_machine,
+    machine_names,
+    parse_machine,
+    rates_for,
+    show_machine,
+)
 from moe_spac.traces.errors import InputError
 from moe_spac.traces.schema import DraftShape, ModelShape
 
@@ -18,7 +30,7 @@ def edited(old: str, new: str) -> str:
 def test_presets_are_complete_and_survive_a_round_trip(name):
     machine = load_machine(name)
     assert set(machine.quantities) == set(UNITS)
-    assert all(q.source and q.value > 0 for q in machine.quantities.values())
+    assert all(q.source and q.value > 0 for name, q in machine.quantities.items() if name not in DEFAULTS)
     assert parse_machine(show_machine(machine), "again") == machine
 
 
@@ -61,6 +73,22 @@ def test_a_bad_profile_is_one_clear_line(text, words):
 def test_any_text_survives_a_round_trip():
     odd = replace(load_machine("rtx4090-pcie4"), title='for "C:\\models"')
     assert parse_machine(show_machine(odd), "again") == odd
+
+
+@given(st.dictionaries(st.sampled_from(sorted(UNITS)), st.floats(1e-9, 1e24)))
+def test_any_number_survives_a_round_trip(values):
+    machine = load_machine("rtx4090-pcie4")
+    odd = replace(
+        machine, quantities=machine.quantities | {e: Quantity(v, "measured", "here") for e, v in values.items()}
+    )
+    assert parse_machine(show_machine(odd), "again").quantities == odd.quantities
+
+
+def test_what_a_profile_may_leave_out_is_assumed_and_says_so():
+    short = re.sub(r"(?m)^(headroom|chunk|d2h_bandwidth|both_ways|pageable_\w+|pin_limit) = .*\n", "", PRESET)
+    machine = parse_machine(short, "mine.toml")
+    assert set(DEFAULTS) <= set(machine.assumed)
+    assert machine["link.both_ways"] == 0.45
 
 
 def test_a_file_that_is_no_text_is_one_clear_line(tmp_path):
