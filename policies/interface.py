@@ -175,6 +175,7 @@ class Policy:
     clairvoyant: ClassVar[bool] = False  # gets the future through `reveal`; refused by live hosts
     lossless: ClassVar[bool] = True
     serial_tiers: bool = False  # CPU experts finish before GPU experts start, as in some releases
+    write_back: bool = False  # a victim's bytes are copied back to the host, as in some releases
     scope: Scope = "layer"
 
     # Told
@@ -196,6 +197,9 @@ class Policy:
 
     def transfer_dropped(self, key: Key) -> None:
         """A prefetch that the policy asked for will not happen: no slot could be had for it, or it was cancelled."""
+
+    def slots_changed(self, slots: tuple[int, ...]) -> None:
+        """The keys and values took slots away or gave some back; `slots` as in `Setup`. Before `surrender` is asked."""
 
     def work_done(self, key: Key, where: Where, tokens: int, ns: int) -> None:
         """An expert was computed."""
@@ -223,6 +227,14 @@ class Policy:
     def victim(self, incoming: Key, candidates: Candidates, view: View) -> Key | None:
         """No slot is free for `incoming`: which candidate goes, or None to leave `incoming` out."""
         return None
+
+    def surrender(self, layer: int, candidates: Candidates, view: View) -> Key | None:
+        """A slot of this layer's scope is taken away: which candidate goes. None: the first one."""
+        return None
+
+    def keep_fetch(self, key: Key, view: View) -> bool:
+        """A prefetch that demand has pushed off the link may go on. False cancels it; what it moved was in vain."""
+        return True
 
     def draft_length(self, longest: int) -> int:
         """How many tokens to draft next, 0 to `longest`."""
