@@ -1,22 +1,25 @@
 """What both hosts do with a policy's answers, written once: pin, ask, check, admit, evict, count.
 
 The driver waits for nothing and reads no clock. A host calls, for every step,
-`step_begins`; for every layer `gate`, then (while it spends the time) `next_fetch` and `landed`, then `layer_ends`; and
-`step_ends`. Simulator and executor differ only in how they spend time between these calls.
+`step_begins`; for every layer `gate`, then (while it spends the time) `next_fetch`, `landed` and, where demand pushed a
+prefetch aside, `keep_fetch` and `cancelled`; then `layer_ends`; and `step_ends`. Between steps it may call `resize`.
+Simulator and executor differ only in how they spend time between these calls.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
 from ..traces.schema import Kind
+from .demand import Needed, needed_by_layer
 from .future import Future
 from .interface import Demand, Forecast, Key, LayerReport, Policy, Setup, StepInfo, Where
-from .residency import Residency
+from .residency import Evictable, Residency
 
 T = TypeVar("T")
+NOTHING: frozenset[Any] = frozenset()
 
 
 class PolicyError(Exception):
@@ -25,7 +28,11 @@ class PolicyError(Exception):
 
 @dataclass(slots=True)
 class Counters:
-    """Counts of one phase. "needed" and "hits" are distinct experts of a layer event, "assignments" are per token."""
+    """Counts of one phase. "needed" and "hits" are distinct experts of a layer event, "assignments" are per token.
+
+    `prefetches` counts those begun; `cancelled` those of them that were given up, `cancelled_bytes` what these had
+    moved by then. `write_backs` are victims copied back to the host.
+    """
 
     events: int = 0
     needed: int = 0
@@ -40,25 +47,28 @@ class Counters:
     prefetches_used: int = 0
     prefetches_late: int = 0
     prefetches_wasted: int = 0
+    cancelled: int = 0
+    cancelled_bytes: int = 0
     insertions: int = 0
     evictions: int = 0
+    write_backs: int = 0
     fallbacks: int = 0
 
     @property
     def copies(self) -> int:
-        return self.fetches + self.streams + self.prefetches
+        """Experts copied to the device whole."""
+        return self.fetches + self.streams + self.prefetches - self.cancelled
 
     def __add__(self, other: "Counters") -> "Counters":
         return Counters(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """What the host has to do for one layer.
 
     gpu: residents, in working order. copies: experts to bring over now, in order, each run on the GPU as it lands;
     `kept` are those that hold a staging slot until the layer ends, the rest pass through. joins: already on their way
-    here; run when they land. cpu: in working order.
+    here; run when they land. cpu: in working order. hits: how many of the needed experts were resident at the gate.
     """
 
     demand: Demand
@@ -67,16 +77,23 @@ class Plan:
     kept: frozenset[int]
     joins: tuple[int, ...]
     cpu: tuple[int, ...]
+    hits: int
 
 
 @dataclass
 class Driver:
-    """Runs one policy. `record`, if given, receives one tuple for every decision; equal runs give equal records."""
+    """Runs one policy. `record`, if given, receives one tuple for every decision; equal runs give equal records.
+
+    protect: prefill leaves the cache as it is (its copies pass through and nothing is prefetched), so that a long
+    prompt does not displace what decoding uses. evicted: told every victim whose bytes go back to the host.
+    """
 
     policy: Policy
     setup: Setup
     future: Future | None = None
     record: list[tuple[Any, ...]] | None = None
+    protect: bool = False
+    evicted: Callable[[Key], None] | None = None
     prefill: Counters = field(default_factory=Counters)
     decode: Counters = field(default_factory=Counters)
 
@@ -84,17 +101,26 @@ class Driver:
         staging = min(self.setup.experts, max(self.setup.slots, default=0))
         self.cache = Residency(self.setup.layers, self.setup.slots, staging)
         self.cache_view = CacheView(self.cache)
+        self._keys = [tuple(Key(la, e) for e in range(self.setup.experts)) for la in range(self.setup.layers)]
         self._step = -1
         self._layer: int | None = None
         self._count = self.decode
-        self._pinned: frozenset[Key] = frozenset()
+        self._frozen = False
+        self._pinned: frozenset[Key] = NOTHING
         self._unused: set[Key] = set()
+        self.hears_work, self._hears_landing, self._hears_layers, self.prefetches = (
+            self._overrides(name) for name in ("work_done", "transfer_done", "layer_ends", "next_fetch")
+        )
         self._ask(self.policy.setup, self.setup)
         if self.policy.clairvoyant:
             if self.future is None:
                 raise PolicyError(f"policy {self.policy.name} needs the future, which a live run does not have")
             self._ask(self.policy.reveal, self.future)
         self._place()
+
+    def _overrides(self, name: str) -> bool:
+        """Whether the policy has a method of its own: calls that would do nothing are saved."""
+        return getattr(type(self.policy), name) is not getattr(Policy, name)
 
     @property
     def total(self) -> Counters:
@@ -104,7 +130,9 @@ class Driver:
 
     def step_begins(self, step: StepInfo) -> None:
         self._step = step.index
-        self._count = self.prefill if step.kind is Kind.PREFILL else self.decode
+        prefill = step.kind is Kind.PREFILL
+        self._count = self.prefill if prefill else self.decode
+        self._frozen = prefill and self.protect
         self._ask(self.policy.step_begins, step)
 
     def forecast(self, forecast: Forecast) -> None:
@@ -112,61 +140,90 @@ class Driver:
             self._ask(self.policy.forecast, forecast)
 
     def gate(
-        self, layer: int, ids: np.ndarray, weights: np.ndarray | None = None, scores: np.ndarray | None = None
+        self,
+        layer: int,
+        ids: np.ndarray,
+        weights: np.ndarray | None = None,
+        scores: np.ndarray | None = None,
+        needed: Needed | None = None,
     ) -> Plan:
         """A layer's router has spoken: classify its whole demand against residency now, and plan the layer.
 
-        ids: [n, k]. Everything needed is pinned until `layer_ends`.
+        ids: [n, k]; `needed` is what `needed_by_layer` makes of them, if the host has it already. Everything needed
+        is pinned until `layer_ends`.
         """
-        loads = np.bincount(ids.reshape(-1), minlength=1)
-        experts = np.flatnonzero(loads)
-        demand = Demand(layer, tuple(experts.tolist()), tuple(loads[experts].tolist()), ids, weights, scores)
+        experts, loads = needed or needed_by_layer(ids[:, None])[0]
+        table = self._keys[layer]
+        keys = tuple([table[e] for e in experts])
+        demand = Demand(layer, experts, loads, ids, weights, scores, keys)
         self._layer = layer
-        self._pinned = frozenset(Key(layer, e) for e in demand.experts)
-        self._count_demand(demand)
-        answer = self._ask(self.policy.dispatch, demand, self.cache_view)
-        plan = self._plan(demand, dict(answer))
-        self._note("gate", layer, plan.gpu, plan.copies, plan.joins, plan.cpu)
+        self._pinned = frozenset(keys)
+        hits = self._count_demand(demand)
+        plan = self._plan(demand, self._ask(self.policy.dispatch, demand, self.cache_view), hits)
+        if self.record is not None:
+            self._note("gate", layer, plan.gpu, plan.copies, plan.joins, plan.cpu)
         return plan
 
     def landed(self, key: Key, ns: int) -> None:
         """A copy is complete. A prefetched expert is resident from now on; a fetched one stays in staging."""
         if key in self.cache.flying:
             self.cache.land(key)
-        self._ask(self.policy.transfer_done, key, self.setup.expert_bytes, ns)
+        if self._hears_landing:
+            self._ask(self.policy.transfer_done, key, self.setup.expert_bytes, ns)
+
+    def cancelled(self, key: Key, moved: int) -> None:
+        """A prefetch was given up after `moved` bytes."""
+        self.cache.call_off(key)
+        self._unused.discard(key)
+        self._count.cancelled += 1
+        self._count.cancelled_bytes += moved
+        self._note("cancel", key)
+        self._ask(self.policy.transfer_dropped, key)
 
     def worked(self, key: Key, where: Where, tokens: int, ns: int) -> None:
         self._ask(self.policy.work_done, key, where, tokens, ns)
 
     def layer_ends(self, report: LayerReport) -> None:
         """The layer has been served: admit what was fetched, evicting what the policy names, and unpin."""
-        admitted: set[Key] = set()
-        self._pinned = frozenset()
-        for key in list(self.cache.staged):
-            if self._make_room(key, admitted):
-                self.cache.admit(key)
-                admitted.add(key)
-                self._count.insertions += 1
-                self._note("admit", key)
-            else:
-                self.cache.unstage(key)
-        self._ask(self.policy.layer_ends, report)
+        self._pinned = NOTHING
+        if self.cache.staged:
+            self._admit()
+        if self._hears_layers:
+            self._ask(self.policy.layer_ends, report)
         self._layer = None
 
     def step_ends(self, accepted: int, kept: np.ndarray) -> None:
         self._ask(self.policy.step_ends, accepted, kept)
 
+    def resize(self, slots: tuple[int, ...]) -> None:
+        """Between steps: other slots than before, at most as many as at the start. The policy names what goes.
+
+        A scope whose copies are still on their way may stay too full until the next call.
+        """
+        if slots == self.cache.capacity:
+            return
+        self.cache.capacity = slots
+        self._ask(self.policy.slots_changed, slots)
+        for scope, most in enumerate(slots):
+            candidates = self.cache.candidates(scope, NOTHING)
+            while self.cache.used[scope] > most and (first := next(iter(candidates), None)) is not None:
+                self._evict(self._ask(self.policy.surrender, scope, candidates, self.cache_view) or first, candidates)
+
     # The host asks
 
     def next_fetch(self) -> Key | None:
         """The link is free: an expert to prefetch, whose slot is reserved when this returns; or None."""
+        if self._frozen or not self.prefetches:
+            return None
         key = self._ask(self.policy.next_fetch, self.cache_view)
         if key is None:
             return None
         self._check_key(key)
         if self.cache_view.resident(key) or self.cache_view.in_flight(key):
             self._fail(f"asked to fetch expert {key.expert} of layer {key.layer}, which is already there or on its way")
-        if not self._make_room(key, self._pinned):
+        if self.cache.free(key.layer) <= 0 and not self._make_room(
+            key, self.cache.candidates(key.layer, self._pinned)
+        ):
             self._ask(self.policy.transfer_dropped, key)
             return None
         self.cache.take_off(key)
@@ -174,6 +231,10 @@ class Driver:
         self._count.prefetches += 1
         self._note("prefetch", key)
         return key
+
+    def keep_fetch(self, key: Key) -> bool:
+        """Whether a prefetch that was pushed aside goes on."""
+        return self._ask(self.policy.keep_fetch, key, self.cache_view)
 
     def draft_length(self, longest: int) -> int:
         n = self._ask(self.policy.draft_length, longest)
@@ -190,88 +251,120 @@ class Driver:
                 self._fail(f"placed expert {key.expert} of layer {key.layer} twice or beyond the slots")
             self.cache.place(key)
 
-    def _count_demand(self, demand: Demand) -> None:
-        count = self._count
+    def _count_demand(self, demand: Demand) -> int:
+        """Count one event; how many of its experts are resident."""
+        count, resident = self._count, self.cache.by_layer[demand.layer]
+        held = [load for e, load in zip(demand.experts, demand.loads, strict=True) if e in resident]
+        hits = len(held)
         count.events += 1
         count.needed += len(demand.experts)
+        count.hits += hits
         count.assignments += demand.ids.size
-        for expert, load in zip(demand.experts, demand.loads, strict=True):
-            key = Key(demand.layer, expert)
-            if key in self.cache.resident:
-                count.hits += 1
-                count.hit_assignments += load
-                if key in self._unused:
-                    self._unused.remove(key)
-                    count.prefetches_used += 1
+        count.hit_assignments += sum(held)
+        if self._unused:
+            used = self._unused.intersection(demand.keys) & self.cache.resident.keys()
+            self._unused -= used
+            count.prefetches_used += len(used)
+        return hits
 
-    def _plan(self, demand: Demand, answer: dict[int, Where]) -> Plan:
-        unknown = answer.keys() - set(demand.experts)
-        if unknown:
-            self._fail(f"dispatched expert {min(unknown)}, which this layer does not need")
-        missing = [e for e in demand.experts if e not in answer]
-        self._count.fallbacks += len(missing)
-        answer |= {e: self._fallback(Key(demand.layer, e)) for e in missing}
-        gpu, copies, joins, cpu = [], [], [], []
-        for expert, where in answer.items():
-            key = Key(demand.layer, expert)
-            resident, flying = key in self.cache.resident, key in self.cache.flying
-            if where is Where.CPU:
+    def _plan(self, demand: Demand, answer: Sequence[tuple[int, Where]], hits: int) -> Plan:
+        told = dict(answer)
+        if told.keys() != set(demand.experts):
+            self._complete(demand, told)
+        resident, flying, keys = self.cache.by_layer[demand.layer], self.cache.flying, self._keys[demand.layer]
+        gpu, copies, fetched, joins, cpu = [], [], [], [], []
+        for expert, where in told.items():
+            if where is Where.GPU:
+                if expert not in resident:
+                    self._fail(f"called expert {expert} resident, and it is not")
+                gpu.append(expert)
+            elif where is Where.CPU:
                 if not self.setup.cpu:
                     self._fail(f"sent expert {expert} to the CPU, and there is no CPU tier")
                 cpu.append(expert)
-            elif where is Where.GPU and not resident:
-                self._fail(f"called expert {expert} resident, and it is not")
-            elif where is not Where.GPU and resident:
+            elif expert in resident:
                 self._fail(f"asked to {where} expert {expert}, which is resident")
-            elif resident:
-                gpu.append(expert)
-            elif flying:
+            elif keys[expert] in flying:
                 joins.append(expert)
             else:
                 copies.append(expert)
-        return self._commit_plan(demand, answer, gpu, copies, joins, cpu)
+                if where is Where.FETCH:
+                    fetched.append(expert)
+        kept = NOTHING
+        if copies:
+            kept = frozenset([] if self._frozen else fetched[: self.cache.staging])
+            for expert in fetched[: len(kept)]:
+                self.cache.stage(keys[expert])
+        self._count_plan(len(kept), len(copies), [keys[e] for e in joins], len(cpu))
+        return Plan(demand, tuple(gpu), tuple(copies), kept, tuple(joins), tuple(cpu), hits)
 
-    def _commit_plan(self, demand: Demand, answer: dict[int, Where], gpu, copies, joins, cpu) -> Plan:
-        count = self._count
-        for expert in joins:
-            key = Key(demand.layer, expert)
-            if key in self._unused:
-                self._unused.remove(key)
-                count.prefetches_late += 1
-        kept = [e for e in copies if answer[e] is Where.FETCH][: self.cache.staging]
-        for expert in kept:
-            self.cache.stage(Key(demand.layer, expert))
-        count.joins += len(joins)
-        count.fetches += len(kept)
-        count.streams += len(copies) - len(kept)
-        count.cpu += len(cpu)
-        return Plan(demand, tuple(gpu), tuple(copies), frozenset(kept), tuple(joins), tuple(cpu))
+    def _complete(self, demand: Demand, told: dict[int, Where]) -> None:
+        """What the policy left out falls back; what it invented fails."""
+        unknown = told.keys() - set(demand.experts)
+        if unknown:
+            self._fail(f"dispatched expert {min(unknown)}, which this layer does not need")
+        for key in demand.keys:
+            if key.expert not in told:
+                self._count.fallbacks += 1
+                told[key.expert] = self._fallback(key)
 
     def _fallback(self, key: Key) -> Where:
         if key in self.cache.resident:
             return Where.GPU
         return Where.CPU if self.setup.cpu else Where.STREAM
 
-    def _make_room(self, key: Key, spared: frozenset[Key] | set[Key]) -> bool:
-        """A slot for `key`, evicting one resident that is not `spared` if the policy names one."""
-        if self.cache.free(key.layer) > 0:
-            return True
-        candidates = self.cache.candidates(key.layer, spared)
+    def _count_plan(self, kept: int, copies: int, joins: list[Key], cpu: int) -> None:
+        count = self._count
+        count.fetches += kept
+        count.streams += copies - kept
+        count.cpu += cpu
+        if joins:
+            count.joins += len(joins)
+            late = self._unused.intersection(joins)
+            self._unused -= late
+            count.prefetches_late += len(late)
+
+    def _admit(self) -> None:
+        """Staged experts ask for a slot, one by one; those admitted before are spared."""
+        cache, admitted = self.cache, set()
+        layer = next(iter(cache.staged)).layer
+        candidates = cache.candidates(layer, admitted)
+        scope = cache.scopes[layer]
+        for key in list(cache.staged):
+            if cache.used[scope] < cache.capacity[scope] or self._make_room(key, candidates):
+                cache.admit(key)
+                admitted.add(key)
+                self._count.insertions += 1
+                self._note("admit", key)
+            else:
+                cache.unstage(key)
+
+    def _make_room(self, key: Key, candidates: Evictable) -> bool:
+        """Evict the resident that the policy names for `key`, if it names one."""
         victim = self._ask(self.policy.victim, key, candidates, self.cache_view)
         if victim is None:
             return False
-        self._check_key(victim)
+        self._evict(victim, candidates)
+        return True
+
+    def _evict(self, victim: Key, candidates: Evictable) -> None:
         if victim not in candidates:
+            self._check_key(victim)
             self._fail(f"evicts expert {victim.expert} of layer {victim.layer}, which is needed now or not resident")
         self.cache.evict(victim)
         self._count.evictions += 1
         if victim in self._unused:
             self._unused.remove(victim)
             self._count.prefetches_wasted += 1
+        if self.policy.write_back:
+            self._count.write_backs += 1
+            if self.evicted:
+                self.evicted(victim)
         self._note("evict", victim)
-        return True
 
     def _check_key(self, key: Key) -> None:
+        if not isinstance(key, Key):
+            self._fail(f"answered {key!r}, which is no Key(layer, expert)")
         if not (0 <= key.layer < self.setup.layers and 0 <= key.expert < self.setup.experts):
             self._fail(f"named expert {key.expert} of layer {key.layer}, which the model does not have")
 
@@ -283,7 +376,7 @@ class Driver:
         except Exception as error:
             raise PolicyError(f"{self._where()}: {type(error).__name__}: {error}") from error
 
-    def _fail(self, what: str) -> None:
+    def _fail(self, what: str) -> NoReturn:
         raise PolicyError(f"{self._where()}: {what}")
 
     def _where(self) -> str:

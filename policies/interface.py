@@ -88,8 +88,7 @@ class Setup:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StepInfo:
+class StepInfo(NamedTuple):
     """A forward pass begins. `tokens` are the ids fed in; `drafted` marks those that a draft proposed."""
 
     index: int
@@ -98,12 +97,11 @@ class StepInfo:
     drafted: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(NamedTuple):
     """What one layer of one step needs, all of it at once.
 
     experts: ascending, without repeats; loads: tokens that chose each. ids: [n, k] in the router's order;
-    weights: [n, k] or None; scores: [n, E] or None.
+    weights: [n, k] or None; scores: [n, E] or None. keys: `experts` as keys of this layer.
     """
 
     layer: int
@@ -112,6 +110,7 @@ class Demand:
     ids: np.ndarray
     weights: np.ndarray | None = None
     scores: np.ndarray | None = None
+    keys: tuple[Key, ...] = ()
 
     def load(self) -> dict[int, int]:
         return dict(zip(self.experts, self.loads, strict=True))
@@ -130,8 +129,7 @@ class Forecast:
     confidence: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class LayerReport:
+class LayerReport(NamedTuple):
     """How a layer went: wall time from its gate to its end and what the GPU waited for in between."""
 
     layer: int

@@ -1,6 +1,6 @@
 """Which experts sit in which slot. Capacity and physical slots are kept here, preferences are not.
 
-Assumptions: all experts have one size; experts are read-only, so evicting one copies nothing; a copy on its way
+Assumptions: all experts have one size; experts are read-only, so evicting one needs no copy; a copy on its way
 already owns the slot it will land in; experts fetched for the running layer wait in staging slots until the layer ends.
 """
 
@@ -12,33 +12,29 @@ from .interface import Key
 class Residency:
     """Slots, their occupants, and the copies that are on their way into one.
 
-    `capacity` has one entry a layer, or a single one for a pool shared by all layers. Physical slots are numbered
-    from 0; `staging` of them are beyond the capacity.
+    `capacity` has one entry a layer, or a single one for a pool shared by all layers; it may be lowered and raised
+    again up to what it was at first. Physical slots are numbered from 0; `staging` of them are beyond the capacity.
+    `by_layer` holds the resident experts of each layer and `used` the slots taken in each scope: read, do not change.
     """
 
     def __init__(self, layers: int, capacity: tuple[int, ...], staging: int) -> None:
         self.capacity = capacity
         self.staging = staging
+        self.physical_slots = sum(capacity) + staging
         self.resident: dict[Key, int] = {}
         self.flying: dict[Key, int] = {}
         self.staged: dict[Key, int] = {}
-        self._by_layer: list[set[int]] = [set() for _ in range(layers)]
-        self._used = [0] * len(capacity)
-        self._free = list(range(sum(capacity) + staging))[::-1]
-
-    @property
-    def physical_slots(self) -> int:
-        return sum(self.capacity) + self.staging
-
-    def _scope(self, layer: int) -> int:
-        return layer if len(self.capacity) > 1 else 0
+        self.by_layer: list[set[int]] = [set() for _ in range(layers)]
+        self.used = [0] * len(capacity)
+        self.scopes = list(range(layers)) if len(capacity) > 1 else [0] * layers
+        self._free = list(range(self.physical_slots))[::-1]
 
     def free(self, layer: int) -> int:
-        scope = self._scope(layer)
-        return self.capacity[scope] - self._used[scope]
+        scope = self.scopes[layer]
+        return self.capacity[scope] - self.used[scope]
 
     def residents(self, layer: int) -> list[int]:
-        return sorted(self._by_layer[layer])
+        return sorted(self.by_layer[layer])
 
     def slot(self, key: Key) -> int:
         """Physical slot of a resident, staged or flying expert; KeyError if it is none of these."""
@@ -56,9 +52,11 @@ class Residency:
 
     def admit(self, key: Key) -> None:
         """Keep a staged expert: its staging slot becomes its own, nothing is copied."""
-        assert self.free(key.layer) > 0
-        self._settle(key, self.staged.pop(key))
-        self._used[self._scope(key.layer)] += 1
+        scope = self.scopes[key[0]]
+        assert self.used[scope] < self.capacity[scope]
+        self.used[scope] += 1
+        self.resident[key] = self.staged.pop(key)
+        self.by_layer[key[0]].add(key[1])
 
     def place(self, key: Key) -> None:
         """Make an expert resident at once, before the first step."""
@@ -67,25 +65,28 @@ class Residency:
 
     def take_off(self, key: Key) -> None:
         """Reserve a slot for a copy that starts now."""
-        assert self.free(key.layer) > 0
+        scope = self.scopes[key[0]]
+        assert self.used[scope] < self.capacity[scope]
+        self.used[scope] += 1
         self.flying[key] = self._free.pop()
-        self._used[self._scope(key.layer)] += 1
 
     def land(self, key: Key) -> None:
-        self._settle(key, self.flying.pop(key))
+        self.resident[key] = self.flying.pop(key)
+        self.by_layer[key[0]].add(key[1])
+
+    def call_off(self, key: Key) -> None:
+        """Give back the slot of a copy that will not be completed."""
+        self._free.append(self.flying.pop(key))
+        self.used[self.scopes[key[0]]] -= 1
 
     def evict(self, key: Key) -> None:
         self._free.append(self.resident.pop(key))
-        self._by_layer[key.layer].remove(key.expert)
-        self._used[self._scope(key.layer)] -= 1
-
-    def _settle(self, key: Key, slot: int) -> None:
-        self.resident[key] = slot
-        self._by_layer[key.layer].add(key.expert)
+        self.by_layer[key[0]].remove(key[1])
+        self.used[self.scopes[key[0]]] -= 1
 
     def candidates(self, layer: int, spared: Collection[Key]) -> "Evictable":
-        """Residents that may make room for an expert of `layer`."""
-        layers = range(len(self._by_layer)) if len(self.capacity) == 1 else range(layer, layer + 1)
+        """Residents that may make room for an expert of `layer`; `spared` may grow meanwhile."""
+        layers = range(len(self.by_layer)) if len(self.capacity) == 1 else range(layer, layer + 1)
         return Evictable(self, layers, spared)
 
     def check(self) -> None:
@@ -94,14 +95,16 @@ class Residency:
         assert sorted(slots) == list(range(self.physical_slots))
         used = [0] * len(self.capacity)
         for key in (*self.resident, *self.flying):
-            used[self._scope(key.layer)] += 1
-        assert used == self._used
+            used[self.scopes[key.layer]] += 1
+        assert used == self.used
         assert all(u <= c for u, c in zip(used, self.capacity, strict=True))
-        assert sum(map(len, self._by_layer)) == len(self.resident)
+        assert {Key(la, e) for la, experts in enumerate(self.by_layer) for e in experts} == self.resident.keys()
 
 
 class Evictable:
     """A live view of the residents of some layers, without the spared ones; ascending by (layer, expert)."""
+
+    __slots__ = ("_layers", "_residency", "_spared")
 
     def __init__(self, residency: Residency, layers: range, spared: Collection[Key]) -> None:
         self._residency, self._layers, self._spared = residency, layers, spared

@@ -1,0 +1,21 @@
+"""From the routing of tokens to what a layer needs: distinct experts and how many tokens chose each."""
+
+import numpy as np
+
+Needed = tuple[tuple[int, ...], tuple[int, ...]]  # experts ascending, and the tokens of each
+
+
+def needed_by_layer(ids: np.ndarray) -> list[Needed]:
+    """For every layer of a step; ids: [n, L, k]. One sort for all layers, because a sort a layer costs as much."""
+    n, layers, k = ids.shape
+    chosen = np.sort(np.moveaxis(ids, 1, 0).reshape(layers, n * k), axis=1)
+    first = np.ones(chosen.shape, bool)
+    np.not_equal(chosen[:, 1:], chosen[:, :-1], out=first[:, 1:])
+    if first.all():
+        ones = (1,) * (n * k)
+        return [(tuple(row), ones) for row in chosen.tolist()]
+    starts = np.flatnonzero(first)
+    experts = tuple(chosen.reshape(-1)[starts].tolist())
+    loads = tuple(np.diff(starts, append=chosen.size).tolist())
+    ends = np.cumsum(first.sum(axis=1)).tolist()
+    return [(experts[a:b], loads[a:b]) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
