@@ -6,12 +6,14 @@ from typing import Annotated
 import typer
 
 from .cli_record import record
+from .cli_synth import synth
 from .console import run_app, say, show_json, show_table
 from .errors import InputError
 
 app = typer.Typer(help="Record, look at, import and export routing traces.", no_args_is_help=True, add_completion=False)
 
 app.command("record")(record)
+app.command("synth")(synth)
 
 TraceName = Annotated[
     str, typer.Argument(metavar="T", help="A trace file, or the name of a bundled trace (gpt-oss-20b).")
