@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..policies.load import load_policy
-from ..traces.views import Steps, autoregressive, windowed
+from ..traces.redraft import windowed
+from ..traces.views import Steps, autoregressive
 from .engine import Run
 from .machine import Machine, rates_for
 from .metrics import OK, Limited, Load, Metrics, Table, gaps, load_of, measure, status_of, table_of
