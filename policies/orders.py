@@ -1,0 +1,113 @@
+"""Victim orders that policies share: recency, and any score that is kept for every expert."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+from .interface import Candidates, Demand, Key, Setup, View
+from .parts import VictimOrder
+
+
+class Lru(VictimOrder):
+    """Least recently used first. A whole demand counts as used at once; a prefetched expert as used when it lands."""
+
+    def setup(self, setup: Setup) -> None:
+        self._pooled = len(setup.slots) == 1
+        self._uses: list[OrderedDict[Key, int]] = [OrderedDict() for _ in setup.slots]
+        self._event = 0
+
+    def _group(self, layer: int) -> OrderedDict[Key, int]:
+        return self._uses[0 if self._pooled else layer]
+
+    def _touch(self, key: Key) -> None:
+        uses = self._group(key.layer)
+        uses[key] = self._event
+        uses.move_to_end(key)
+
+    def placed(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self._touch(key)
+
+    def used(self, demand: Demand, view: View) -> None:
+        self._event += 1
+        for expert in demand.experts:
+            self._touch(Key(demand.layer, expert))
+
+    def transfer_done(self, key: Key, size: int, ns: int) -> None:
+        if self._group(key.layer).get(key, -1) < self._event:  # what the running layer fetched keeps its place by id
+            self._touch(key)
+
+    def first(self, layer: int, candidates: Candidates, view: View) -> Key | None:
+        uses = self._group(layer)
+        gone = []
+        found = None
+        for key in uses:
+            if key in candidates:
+                found = key
+                break
+            if not view.resident(key) and not view.in_flight(key):
+                gone.append(key)
+        for key in gone:
+            del uses[key]
+        return found
+
+    def better(self, incoming: Key, victim: Key) -> bool:
+        uses = self._group(victim.layer)
+        return uses.get(incoming, -1) > uses.get(victim, -1)
+
+
+class Ranked(VictimOrder):
+    """Lowest (score, last use, layer, expert) first. A subclass keeps `scores` [L, E], or overrides `ranks`.
+
+    `last` [L, E] is the event of the last use and `now` the present one; an event is one layer of one step, and events
+    are counted through all layers. A prefetched expert counts as used, not as scored, when it lands.
+    """
+
+    def setup(self, setup: Setup) -> None:
+        shape = setup.layers, setup.experts
+        self.scores = np.zeros(shape)
+        self.last = np.full(shape, -1, dtype=np.int64)
+        self.now = 0
+        # Every resident and perhaps some that are gone: policies are not told of refusals, so `first` finds these.
+        self._there = np.zeros(shape, dtype=bool)
+        self._pooled = len(setup.slots) == 1
+
+    def placed(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self._there[key] = True
+
+    def used(self, demand: Demand, view: View) -> None:
+        """A subclass calls this first and then changes `scores`."""
+        self.now += 1
+        experts = list(demand.experts)
+        self.last[demand.layer, experts] = self.now
+        self._there[demand.layer, experts] = True
+
+    def transfer_done(self, key: Key, size: int, ns: int) -> None:
+        self.last[key] = self.now
+        self._there[key] = True
+
+    def ranks(self, layers: slice) -> np.ndarray:
+        """Scores of some layers as of `now`, [layers, E]."""
+        return self.scores[layers]
+
+    def first(self, layer: int, candidates: Candidates, view: View) -> Key | None:
+        layers = slice(None) if self._pooled else slice(layer, layer + 1)
+        at = np.flatnonzero(self._there[layers])
+        order = np.lexsort((self.last[layers].reshape(-1)[at], self.ranks(layers).reshape(-1)[at]))
+        base, experts = 0 if self._pooled else layer, self.last.shape[1]
+        for id_ in at[order].tolist():
+            key = Key(base + id_ // experts, id_ % experts)
+            if key in candidates:
+                return key
+            if not view.resident(key) and not view.in_flight(key):
+                self._there[key] = False
+        return None
+
+    def better(self, incoming: Key, victim: Key) -> bool:
+        return self._rank(incoming) > self._rank(victim)
+
+    def _rank(self, key: Key) -> tuple[float, int]:
+        score = self.ranks(slice(key.layer, key.layer + 1))[0, key.expert]
+        return float(score), int(self.last[key])

@@ -1,0 +1,334 @@
+"""A policy from six parts: placement, victim order, admission, prefetchers, dispatcher, draft control.
+
+A part is a plain object. `Composed` tells every part what the policy is told and asks each one its own question; a
+part overrides what it needs. One object may serve in two places, and one part may be given another in its
+constructor. Most published policies add a single new part; docs/policies.md shows how.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..traces.schema import Kind
+from .future import Future
+from .interface import Candidates, Demand, Forecast, Key, LayerReport, Policy, Setup, StepInfo, View, Where
+
+
+class Part:
+    """What a part may be told, as in `Policy`; everything does nothing by default.
+
+    `channels`: forecasts it wants to hear.
+    """
+
+    channels: ClassVar[frozenset[str]] = frozenset()
+
+    def setup(self, setup: Setup) -> None:
+        """Once, first; parts are made anew for every run."""
+
+    def reveal(self, future: Future) -> None:
+        """Once, after `setup`, in a policy that declares itself clairvoyant."""
+
+    def placed(self, keys: Sequence[Key]) -> None:
+        """What is resident before the first step."""
+
+    def step_begins(self, step: StepInfo) -> None: ...
+
+    def forecast(self, forecast: Forecast) -> None: ...
+
+    def used(self, demand: Demand, view: View) -> None:
+        """A layer's router has spoken. Before `dispatch` is asked."""
+
+    def transfer_done(self, key: Key, size: int, ns: int) -> None: ...
+
+    def transfer_dropped(self, key: Key) -> None: ...
+
+    def slots_changed(self, slots: tuple[int, ...]) -> None: ...
+
+    def work_done(self, key: Key, where: Where, tokens: int, ns: int) -> None: ...
+
+    def layer_ends(self, report: LayerReport) -> None: ...
+
+    def step_ends(self, accepted: int, kept: np.ndarray) -> None: ...
+
+
+TOLD = (
+    *("setup", "reveal", "placed", "step_begins", "forecast", "used", "transfer_done", "transfer_dropped"),
+    *("slots_changed", "work_done", "layer_ends", "step_ends"),
+)
+
+
+class Placement(Part):
+    """What is resident before the first step. This one: nothing."""
+
+    def keys(self) -> Iterable[Key]:
+        """Asked after `setup` and `reveal`; at most as many as there are slots."""
+        return ()
+
+
+class FirstIds(Placement):
+    """The lowest ids of every layer, as many as it has slots; a shared pool is divided evenly."""
+
+    def setup(self, setup: Setup) -> None:
+        self._setup = setup
+
+    def keys(self) -> Iterable[Key]:
+        for layer, slots in enumerate(even_quotas(self._setup)):
+            yield from (Key(layer, e) for e in range(slots))
+
+
+class VictimOrder(Part):
+    """Who goes first when a slot is needed. This one: the lowest layer, then the lowest id."""
+
+    def first(self, layer: int, candidates: Candidates, view: View) -> Key | None:
+        """The candidate to go for an expert of `layer`; None only if there is no candidate."""
+        return next(iter(candidates), None)
+
+    def better(self, incoming: Key, victim: Key) -> bool:
+        """`incoming` is worth more than `victim`; equals are not better."""
+        return True
+
+
+class Admission(Part):
+    """What becomes of a miss that was fetched for the running layer. This one: it is always kept."""
+
+    def admits(self, key: Key, view: View) -> bool:
+        """May it be kept at all? If not, it is streamed. Asked before the copy."""
+        return True
+
+    def replaces(self, incoming: Key, victim: Key, view: View) -> bool:
+        """No slot is free: may it have the victim's? Asked when the layer ends."""
+        return True
+
+
+@dataclass
+class IfBetter(Admission):
+    """A fetched expert stays only if the victim order ranks it above the victim: the best of both remain.
+
+    This is how event-atomic cache studies define a policy (arXiv 2608.07911): after each event the best `slots` of
+    residents and fetched ones stay.
+    """
+
+    order: VictimOrder
+
+    def replaces(self, incoming: Key, victim: Key, view: View) -> bool:
+        return self.order.better(incoming, victim)
+
+
+class Never(Admission):
+    """Fetched experts pass through."""
+
+    def admits(self, key: Key, view: View) -> bool:
+        return False
+
+
+class DecodeOnly(Admission):
+    """Fetched experts stay, but not in prefill, so that a prompt does not sweep the cache empty."""
+
+    def step_begins(self, step: StepInfo) -> None:
+        self._open = step.kind is not Kind.PREFILL
+
+    def admits(self, key: Key, view: View) -> bool:
+        return self._open
+
+
+class Prefetcher(Part):
+    """Copies that no layer waits for. Asked whenever the link is free."""
+
+    def next_fetch(self, view: View) -> Key | None:
+        """An expert that is neither resident nor in flight, or None."""
+        return None
+
+    def replaces(self, incoming: Key, victim: Key, view: View) -> bool:
+        """No slot is free for what was just asked for: may it have the victim's?"""
+        return True
+
+    def keep_fetch(self, key: Key, view: View) -> bool:
+        """One of its copies was pushed off the link by demand. False cancels it."""
+        return True
+
+
+class Dispatcher(Part):
+    """Who computes each needed expert. This one: residents first, then the misses, fetched."""
+
+    def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
+        return split(demand, view, Where.FETCH)
+
+
+class OnCpu(Dispatcher):
+    """Residents on the GPU, misses on the CPU; streamed if there is no CPU tier or the batch has `offload_tokens`."""
+
+    def __init__(self, offload_tokens: int = 32) -> None:
+        self._offload_tokens = offload_tokens
+
+    def setup(self, setup: Setup) -> None:
+        self._cpu = setup.cpu
+
+    def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
+        return split(demand, view, Where.CPU if self._cpu and len(demand.ids) < self._offload_tokens else Where.STREAM)
+
+
+class DraftControl(Part):
+    """How far to draft. This one: as far as the run allows."""
+
+    def draft_length(self, longest: int) -> int:
+        return longest
+
+
+@dataclass
+class Parts:
+    """What a policy consists of. Prefetchers are asked in turn until one names an expert."""
+
+    victims: VictimOrder
+    admission: Admission
+    placement: Placement
+    prefetch: Sequence[Prefetcher]
+    dispatch: Dispatcher
+    draft: DraftControl
+
+    def __init__(
+        self,
+        victims: VictimOrder | None = None,
+        admission: Admission | None = None,
+        placement: Placement | None = None,
+        prefetch: Sequence[Prefetcher] = (),
+        dispatch: Dispatcher | None = None,
+        draft: DraftControl | None = None,
+    ) -> None:
+        self.victims = victims or VictimOrder()
+        self.admission = admission or Admission()
+        self.placement = placement or Placement()
+        self.prefetch = prefetch
+        self.dispatch = dispatch or Dispatcher()
+        self.draft = draft or DraftControl()
+
+    def each(self) -> list[Part]:
+        """Every part once, in a fixed order."""
+        parts = [self.victims, self.admission, self.placement, *self.prefetch, self.dispatch, self.draft]
+        return list({id(part): part for part in parts}.values())
+
+
+class Composed(Policy):
+    """A policy that is its parts: a subclass says which in `parts` and has parameters as dataclass fields."""
+
+    def parts(self, setup: Setup) -> Parts:
+        """The parts for one run, new and not yet set up."""
+        raise NotImplementedError
+
+    # Told
+
+    def setup(self, setup: Setup) -> None:
+        self._parts = parts = self.parts(setup)
+        each = parts.each()
+        self.channels = frozenset[str]().union(*(part.channels for part in each))  # type: ignore[misc]
+        self._tell = {event: _listeners(each, event) for event in TOLD}
+        self._used = self._tell["used"]
+        self._selective = _overrides(parts.admission, Admission, "admits")
+        self._asked: dict[Key, Prefetcher] = {}  # who asked for what is not yet there
+        self._told("setup", setup)
+
+    def _told(self, event: str, *what: Any) -> None:
+        for tell in self._tell[event]:
+            tell(*what)
+
+    def reveal(self, future: Future) -> None:
+        self._told("reveal", future)
+
+    def step_begins(self, step: StepInfo) -> None:
+        self._told("step_begins", step)
+
+    def forecast(self, forecast: Forecast) -> None:
+        self._told("forecast", forecast)
+
+    def transfer_done(self, key: Key, size: int, ns: int) -> None:
+        self._asked.pop(key, None)
+        self._told("transfer_done", key, size, ns)
+
+    def transfer_dropped(self, key: Key) -> None:
+        self._asked.pop(key, None)
+        self._told("transfer_dropped", key)
+
+    def slots_changed(self, slots: tuple[int, ...]) -> None:
+        self._told("slots_changed", slots)
+
+    def work_done(self, key: Key, where: Where, tokens: int, ns: int) -> None:
+        self._told("work_done", key, where, tokens, ns)
+
+    def layer_ends(self, report: LayerReport) -> None:
+        self._told("layer_ends", report)
+
+    def step_ends(self, accepted: int, kept: np.ndarray) -> None:
+        self._told("step_ends", accepted, kept)
+
+    # Asked
+
+    def placement(self) -> Iterable[Key]:
+        keys = list(self._parts.placement.keys())
+        self._told("placed", keys)
+        return keys
+
+    def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
+        for tell in self._used:
+            tell(demand, view)
+        answer = self._parts.dispatch.dispatch(demand, view)
+        if not self._selective:
+            return answer
+        admits = self._parts.admission.admits
+        return [
+            (e, Where.STREAM if where is Where.FETCH and not admits(Key(demand.layer, e), view) else where)
+            for e, where in answer
+        ]
+
+    def next_fetch(self, view: View) -> Key | None:
+        for prefetcher in self._parts.prefetch:
+            key = prefetcher.next_fetch(view)
+            if key is not None:
+                self._asked[key] = prefetcher
+                return key
+        return None
+
+    def victim(self, incoming: Key, candidates: Candidates, view: View) -> Key | None:
+        victim = self._parts.victims.first(incoming.layer, candidates, view)
+        if victim is None:
+            return None
+        asker = self._asked.get(incoming, self._parts.admission)
+        return victim if asker.replaces(incoming, victim, view) else None
+
+    def surrender(self, layer: int, candidates: Candidates, view: View) -> Key | None:
+        return self._parts.victims.first(layer, candidates, view)
+
+    def keep_fetch(self, key: Key, view: View) -> bool:
+        asker = self._asked.get(key)
+        return asker is None or asker.keep_fetch(key, view)
+
+    def draft_length(self, longest: int) -> int:
+        return self._parts.draft.draft_length(longest)
+
+
+def _listeners(parts: Sequence[Part], event: str) -> list[Callable[..., None]]:
+    return [getattr(part, event) for part in parts if _overrides(part, Part, event)]
+
+
+def _overrides(part: Part, base: type[Part], method: str) -> bool:
+    return getattr(type(part), method) is not getattr(base, method)
+
+
+def split(demand: Demand, view: View, missing: Where) -> list[tuple[int, Where]]:
+    """Residents on the GPU, ascending, then all others `missing`, ascending."""
+    hits, misses = [], []
+    for expert in demand.experts:
+        if view.resident(Key(demand.layer, expert)):
+            hits.append((expert, Where.GPU))
+        else:
+            misses.append((expert, missing))
+    return hits + misses
+
+
+def even_quotas(setup: Setup) -> list[int]:
+    """Slots a layer: its own, or an even share of the pool with the remainder to the first layers."""
+    if len(setup.slots) == setup.layers:
+        shares = list(setup.slots)
+    else:
+        shares = [setup.slots[0] // setup.layers + (i < setup.slots[0] % setup.layers) for i in range(setup.layers)]
+    return [min(share, setup.experts) for share in shares]
