@@ -11,6 +11,7 @@ import typer
 
 from ..traces.console import parse_size, run_app, say, show_json, show_table
 from ..traces.errors import InputError
+from .cli_sweep import sweep
 
 if TYPE_CHECKING:
     from ..policies.interface import Policy
@@ -246,18 +247,23 @@ def exit_code(outcomes: "Sequence[Outcome]", strict: bool) -> int:
 
 
 def command_of(ctx: typer.Context) -> str:
-    """The command line that gives this run again, without options at their defaults."""
+    """The command line that gives this run again, without options at their defaults or of who does the work."""
     words = ["spac-sim", str(ctx.info_name)]
     for option in ctx.command.params:
+        if option.name in ("jobs", "dask"):
+            continue
         value = ctx.params.get(str(option.name))
         if option.param_type_name == "argument":
-            words.append(str(value))
+            words += map(str, value if isinstance(value, list | tuple) else [value])
         elif isinstance(value, bool) and value != option.default:
             words.append(option.opts[0] if value else (option.secondary_opts or option.opts)[0])
         elif value not in (None, [], option.default) and not isinstance(value, bool):
             for one in value if isinstance(value, list | tuple) else [value]:
                 words += [option.opts[0], str(one)]
     return shlex.join(words)
+
+
+app.command("sweep")(sweep)
 
 
 @app.command()
