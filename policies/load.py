@@ -184,7 +184,8 @@ def _convert(where: str, value: Any, kind: Any) -> Any:
         kinds = get_args(kind)
         if type(None) in kinds and value == "none":
             return None
-        kind = next(k for k in kinds if k is not type(None))
+        words = [k for k in kinds if get_origin(k) is Literal and value in get_args(k)]
+        kind = next(k for k in [*words, *kinds] if k is not type(None))
     if get_origin(kind) is Literal:
         if value in get_args(kind):
             return value

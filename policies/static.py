@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from .interface import Demand, Key, Policy, Setup, View, Where
+from .prefill import cheaper_absent
 
 
 @dataclass
@@ -15,13 +16,14 @@ class Static(Policy):
     decoding, and a batch of `offload_tokens` or more has its absent weights streamed to the GPU and dropped.
     Ours: slots that do not fill a whole layer go to the lowest ids of the next layer from the end (`partial=true`, the
     default, so that policies are compared at equal memory; llama.cpp places whole layers only, which is
-    `partial=false`); without a CPU tier every absent expert is streamed.
+    `partial=false`); `offload_tokens=auto` streams where this machine's costs say that a layer's absent experts take
+    less time that way; without a CPU tier every absent expert is streamed.
     """
 
     name: ClassVar[str] = "static"
     scope = "global"
     partial: bool = True
-    offload_tokens: int = 32
+    offload_tokens: int | Literal["auto"] = 32
 
     def setup(self, setup: Setup) -> None:
         self._setup = setup
@@ -36,5 +38,14 @@ class Static(Policy):
             yield from (Key(first - 1, e) for e in range(rest))
 
     def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
-        absent = Where.CPU if self._setup.cpu and len(demand.ids) < self.offload_tokens else Where.STREAM
-        return [(e, Where.GPU if view.resident(Key(demand.layer, e)) else absent) for e in demand.experts]
+        resident = [view.resident(Key(demand.layer, e)) for e in demand.experts]
+        loads = [n for n, here in zip(demand.loads, resident, strict=True) if not here]
+        absent = self._absent(len(demand.ids), loads)
+        return [(e, Where.GPU if here else absent) for e, here in zip(demand.experts, resident, strict=True)]
+
+    def _absent(self, tokens: int, loads: Sequence[int]) -> Where:
+        if not self._setup.cpu:
+            return Where.STREAM
+        if self.offload_tokens == "auto":
+            return cheaper_absent(loads, self._setup.costs)
+        return Where.CPU if tokens < self.offload_tokens else Where.STREAM

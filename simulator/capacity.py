@@ -1,5 +1,6 @@
-"""How many expert slots a memory budget holds."""
+"""How many expert slots a memory budget holds, and what a number of slots leaves of a card."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..traces.console import show_size
@@ -7,12 +8,47 @@ from ..traces.errors import InputError
 from ..traces.schema import DraftShape, ModelShape
 from .machine import Machine
 
+FITS, NEAR_FULL, EXCEEDED = "ok", "VRAM_NEAR_FULL", "VRAM_EXCEEDED"
+
+# Windows charges pinned host memory to the card. On a 24,576 MiB card the most that could be pinned beside 15,360 to
+# 22,528 MiB of resident data brought the sum to between 23,296 and 24,320 MiB (ninfer-3090#45): a sum that leaves less
+# than the first of these was never seen to work, one that leaves the second was never seen to fail.
+WINDOWS_NEVER = 256 * 2**20
+WINDOWS_ALWAYS = 1280 * 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Expert slots in all layers together, and the sum that led there, in words."""
+    """Expert slots in all layers together and the sum that led there, in words.
+
+    `places`: experts that the memory holds; `staging` of them are where a running layer's fetched experts wait, and
+    `slots` keep experts. `left`: bytes for experts. `taken`: what everything else takes, by name.
+    """
 
     slots: int
+    words: str
+    places: int
+    staging: int
+    left: int
+    taken: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a number of slots leaves of a card: `FITS`, `NEAR_FULL` (it fits, without the headroom) or `EXCEEDED`."""
+
+    status: str
+    free: int
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Whether host memory can be pinned. `most`: bytes that can (None: no limit known). `sure`: not only perhaps."""
+
+    fits: bool
+    sure: bool
+    most: int | None
     words: str
 
 
@@ -22,32 +58,123 @@ def staging_for(slots: int, shape: ModelShape, pooled: bool) -> int:
     return min(shape.experts, largest)
 
 
-def fit_in(vram: int, machine: Machine, shape: ModelShape, draft: DraftShape | None, context: int, pooled: bool) -> Fit:
-    """Most slots that `vram` bytes hold beside everything else; `pooled` if a policy shares slots between layers.
+def taken_by(
+    machine: Machine,
+    shape: ModelShape,
+    draft: DraftShape | None,
+    context: int,
+    more: Mapping[str, int] | None = None,
+) -> dict[str, int]:
+    """Bytes of the card that experts cannot have, by name.
 
-    Resident: what the driver, desktop and workspace take, all weights but the routed experts, the draft, and the keys
-    and values of `context` tokens for both models. InputError if not one slot is left.
+    What the driver, desktop and workspace take and what is to stay free, all weights but the routed experts, the
+    draft, the keys and values of `context` tokens for both models, and `more` (bytes by name).
     """
-    card = round(machine["gpu.vram"])
-    usable = min(vram, card)
-    taken = {
+    kv = shape.kv_bytes_per_token + (draft.kv_bytes_per_token if draft else 0)
+    return {
         "reserved": round(machine["gpu.reserved"]),
+        "headroom": round(machine["gpu.headroom"]),
         "dense weights": shape.dense_bytes,
         "draft": draft.dense_bytes if draft else 0,
-        f"keys and values of {context} tokens": context
-        * (shape.kv_bytes_per_token + (draft.kv_bytes_per_token if draft else 0)),
+        f"keys and values of {context} tokens": context * kv,
+        **(more or {}),
     }
+
+
+def fit_in(
+    vram: int,
+    machine: Machine,
+    shape: ModelShape,
+    draft: DraftShape | None,
+    context: int,
+    pooled: bool,
+    more: Mapping[str, int] | None = None,
+) -> Fit:
+    """Most slots that `vram` bytes hold beside `taken_by`; `pooled` if a policy shares slots between layers.
+
+    InputError if not one slot is left.
+    """
+    fit = count_slots(vram, machine, shape, draft, context, pooled, more)
+    if fit.slots < 1:
+        raise InputError(f"--vram: {fit.words}: not one slot fits; give more, or a trace of a smaller model")
+    return fit
+
+
+def count_slots(
+    vram: int,
+    machine: Machine,
+    shape: ModelShape,
+    draft: DraftShape | None,
+    context: int,
+    pooled: bool,
+    more: Mapping[str, int] | None = None,
+) -> Fit:
+    """As `fit_in`, with 0 slots where none is left."""
+    card = round(machine["gpu.vram"])
+    usable = min(vram, card)
+    taken = taken_by(machine, shape, draft, context, more)
     left = usable - sum(taken.values())
-    room = max(0, left) // shape.expert_bytes
+    room = min(max(0, left) // shape.expert_bytes, len(shape.moe_layers) * shape.experts + shape.experts)
     slots = _most(room, shape, pooled)
+    staging = staging_for(slots, shape, pooled)
     terms = " - ".join(f"{show_size(size)} {name}" for name, size in taken.items() if size)
     clipped = f" (the card has no more than {show_size(card)})" if vram > card else ""
     words = f"{show_size(usable)}{clipped} - {terms} = {show_size(left)} for experts of {show_size(shape.expert_bytes)}"
-    if slots < 1:
-        raise InputError(f"--vram: {words}: not one slot fits; give more, or a trace of a smaller model")
-    staging = staging_for(slots, shape, pooled)
-    each = slots / len(shape.moe_layers)
-    return Fit(slots, f"{words}: {slots + staging} slots, {staging} of them for staging, {each:.1f} a layer")
+    if slots:
+        each = slots / len(shape.moe_layers)
+        words += f": {slots + staging} slots, {staging} of them for staging, {each:.1f} a layer"
+    return Fit(slots, words, room, staging, max(0, left), taken)
+
+
+def slots_for_context(
+    vram: int, machine: Machine, shape: ModelShape, draft: DraftShape | None, context: int, pooled: bool
+) -> int:
+    """Slots that are left once the keys and values hold `context` tokens; 0 if none."""
+    return count_slots(vram, machine, shape, draft, context, pooled).slots
+
+
+def card_with(
+    slots: int, machine: Machine, shape: ModelShape, draft: DraftShape | None, context: int, pooled: bool
+) -> Card:
+    """What the card has left beside `slots` slots in all and their staging.
+
+    Near full the driver may begin to move memory to the host without a word: a larger cache was seen to run 7 times
+    slower there (Crow#86).
+    """
+    taken = taken_by(machine, shape, draft, context)
+    headroom = taken.pop("headroom")
+    held = (slots + staging_for(slots, shape, pooled)) * shape.expert_bytes
+    card = round(machine["gpu.vram"])
+    free = card - sum(taken.values()) - held
+    each = f"{slots / len(shape.moe_layers):.3g} slots a layer take {show_size(held)}"
+    if free < 0:
+        return Card(EXCEEDED, free, f"{each}, {show_size(-free)} more than the card of {show_size(card)} has left")
+    if free < headroom:
+        near = f"{each} and leave {show_size(free)} of the card free, less than the {show_size(headroom)} of headroom"
+        return Card(NEAR_FULL, free, f"{near}: the driver may begin to page, which is many times slower")
+    return Card(FITS, free, f"{each} and leave {show_size(free)} of the card free")
+
+
+def check_pin(size: int, resident: int, machine: Machine, platform: str) -> Pin:
+    """Can `size` bytes of host memory be pinned while `resident` bytes of the card are taken?
+
+    On "windows" the sum is charged to the card; on "linux" only the profile's `host.pin_limit` counts, 0 being none
+    known.
+    """
+    if platform == "windows":
+        card = round(machine["gpu.vram"])
+        total, most = resident + size, max(0, card - WINDOWS_NEVER - resident)
+        words = (
+            f"Windows charges pinned memory to the card: {show_size(resident)} resident + {show_size(size)} pinned = "
+            f"{show_size(total)} of {show_size(card)}; at most {show_size(most)} can be pinned beside that"
+        )
+        return Pin(size <= most, total <= card - WINDOWS_ALWAYS, most, words)
+    limit = round(machine["host.pin_limit"])
+    if not limit:
+        return Pin(True, False, None, f"{show_size(size)} pinned; no limit is known, spac-exec doctor probes it")
+    fits = size <= limit
+    words = f"{show_size(size)} to pin, {show_size(limit)} can be ({machine.quantities['host.pin_limit'].source})"
+    return Pin(fits, fits, limit, words)
 
 
 def _most(room: int, shape: ModelShape, pooled: bool) -> int:
