@@ -144,11 +144,11 @@ def known_models() -> list[str]:
 
 
 def find_size(name: str, flag: str) -> ModelSize:
-    """A known model by name (its owner and case do not matter; "-FP8" for that release), or a config.json or its folder.
+    """A known model by name (without regard to owner and case; "-FP8" for that release), a config.json or its folder.
 
     InputError names `flag` and the known models, or the field of a configuration that is missing.
     """
-    from .counting import count
+    from .parameters import count
 
     path = Path(name).expanduser()
     if path.is_dir():
