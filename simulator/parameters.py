@@ -1,298 +1,214 @@
-"""Count-only replay without driver and policy objects: hits of the simplest policies, vectorised over the layers.
+"""Parameters and keys and values of a model from its config.json alone, by arithmetic.
 
-Each policy here is an order: after every event (one layer of one step) the experts that rank highest keep the layer's
-slots, out of the residents and of those just fetched. So an event is a comparison of whole rows, for all layers at
-once, and the ranks themselves are worked out for many steps together. The counts equal those of `replay.count` with
-the policy of the same name (issue 3, point 8). What such a run cannot have: forecasts, a CPU, prefetches, one pool for
-all layers.
+Counted are all matrices, an expert's biases and the norms of a layer's width. Left out are the vectors inside
+attention (biases, norms of heads, sinks), under 0.1 % of any model here. Layers that only predict further tokens
+(MTP) are no part of a forward pass and not counted, though published totals may count them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-
-import numpy as np
+from typing import Any
 
 from ..traces.errors import InputError
-from ..traces.schema import Kind
-from ..traces.views import Steps
+from .sizing import FORMATS, Format, ModelSize
 
-NEVER = 1 << 40  # later than any step
-TOP = 1 << 60  # above every rank
-CHUNK = 64  # steps whose ranks are worked out together; 64 x 48 x 128 ranks fill a few MB
+FULL, LINEAR = "full_attention", "linear_attention"
+WINDOWED = ("sliding_attention", "chunked_attention")
+GATED = ("qwen3_next", "qwen3_5")  # families whose queries come with an output gate of the same size
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+RECURRENT_BYTES = 4  # linear attention accumulates in float32
 
 
-@dataclass(frozen=True)
-class Routing:
-    """A trace's expert ids. ids: [N, L, k] of all N rows; begins: [S + 1], step s is the rows begins[s]:begins[s + 1];
-    decode: [S] bool, False for prefill."""
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The fields of a configuration; one that is missing is an InputError that names file and field."""
 
-    experts: int
-    ids: np.ndarray
-    begins: np.ndarray
-    decode: np.ndarray
+    fields: Mapping[str, Any]
+    source: str
 
-    @classmethod
-    def of(cls, trace: Steps) -> "Routing":
-        shape = trace.header.target
-        listed = [(step.experts, step.kind is not Kind.PREFILL) for step in trace.steps()]
-        ids = np.concatenate([e for e, _ in listed] or [np.zeros((0, len(shape.moe_layers), shape.top_k), np.uint8)])
-        begins = np.cumsum([0, *(len(e) for e, _ in listed)])
-        return cls(shape.experts, ids, begins, np.array([d for _, d in listed], bool))
-
-    @property
-    def steps(self) -> int:
-        return len(self.decode)
+    def get(self, *names: str, default: int | None = None) -> int:
+        """The first of `names` that is there and not null."""
+        for name in names:
+            value = self.fields.get(name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+            if value is not None:
+                raise InputError(f"{self.source}: {name} is {value!r}, where a whole number is needed")
+        if default is None:
+            raise InputError(f"{self.source}: {' or '.join(names)} is missing; give a decoder's config.json")
+        return default
 
     @property
-    def layers(self) -> int:
-        return self.ids.shape[1]
-
-    @cached_property
-    def run_starts(self) -> np.ndarray:
-        """[S] bool: steps that follow prefill, or nothing."""
-        return ~np.r_[False, self.decode[:-1]] & self.decode
-
-    def only_decode(self) -> "Routing":
-        """The decode and verify steps alone; `run_starts` would be lost, so take it before."""
-        sizes = np.diff(self.begins)
-        rows = np.repeat(self.decode, sizes)
-        kept = self.decode[self.decode]
-        return Routing(self.experts, self.ids[rows], np.r_[0, np.cumsum(sizes[self.decode])], kept)
-
-    def chunks(self) -> Iterator["Chunk"]:
-        for first in range(0, self.steps, CHUNK):
-            yield self.chunk(first)
-
-    def chunk(self, first: int) -> "Chunk":
-        """The steps from `first` on, at most `CHUNK`."""
-        last = min(first + CHUNK, self.steps)
-        ids = self.ids[self.begins[first] : self.begins[last]]
-        of_row = np.repeat(np.arange(last - first), np.diff(self.begins[first : last + 1]))
-        rows = of_row[:, None] * self.layers + np.arange(self.layers)
-        places = rows[:, :, None] * self.experts + ids
-        need = np.zeros((last - first, self.layers, self.experts), bool)
-        need.reshape(-1)[places] = True
-        return Chunk(first, need, places, self.begins[first:last] - self.begins[first])
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Some steps in a row. need: [s, L, E] bool; places: [n, L, k], where each assignment lies in the flat `need`;
-    begins: [s], first row of each step."""
-
-    first: int
-    need: np.ndarray
-    places: np.ndarray
-    begins: np.ndarray
+    def family(self) -> str:
+        return str(self.fields.get("model_type", ""))
 
     @property
-    def numbers(self) -> np.ndarray:
-        """[s, 1, 1]: the steps' numbers."""
-        return np.arange(self.first, self.first + len(self.need))[:, None, None]
-
-
-@dataclass(frozen=True)
-class Counts:
-    """[S, L] counts of every event. needed and hits: distinct experts; assignments and hit_assignments: a token's
-    choices. slots: [L]. decode: [S] bool. A miss is a copy, but for "static", which leaves it to the CPU."""
-
-    policy: str
-    slots: tuple[int, ...]
-    decode: np.ndarray
-    needed: np.ndarray
-    hits: np.ndarray
-    assignments: np.ndarray
-    hit_assignments: np.ndarray
+    def hidden(self) -> int:
+        return self.get("hidden_size")
 
     @property
-    def misses(self) -> np.ndarray:
-        return self.needed - self.hits
+    def heads(self) -> int:
+        return self.get("num_attention_heads")
 
-    def in_decode(self, counts: np.ndarray) -> int:
-        """Total of one of the arrays over decode and verify steps."""
-        return int(counts[self.decode].sum())
+    @property
+    def head_width(self) -> int:
+        return self.get("head_dim", default=self.hidden // self.heads)
 
-    def in_prefill(self, counts: np.ndarray) -> int:
-        return int(counts[~self.decode].sum())
+    @property
+    def kv_heads(self) -> int:
+        return self.get("num_key_value_heads", default=self.heads)
 
-    def by_layer(self, counts: np.ndarray) -> np.ndarray:
-        """[L]: totals over decode and verify steps."""
-        return counts[self.decode].sum(axis=0)
+    @property
+    def experts(self) -> int:
+        return self.get("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", default=0)
+
+    @property
+    def expert_width(self) -> int:
+        return self.get("moe_intermediate_size", "intermediate_size")
 
 
-def equal_slots(slots: int, layers: int, experts: int) -> tuple[int, ...]:
-    """`slots` shared out over the layers, the remainder to the first ones; as `engine.setup_for` does."""
-    slots = min(slots, layers * experts)
-    return tuple(slots // layers + (i < slots % layers) for i in range(layers))
+def count(config: Mapping[str, Any], name: str, source: str) -> ModelSize:
+    """Count a configuration as transformers writes it (of a multimodal model, its text part).
 
-
-def count_fast(trace: Steps | Routing, policy: str, slots: int) -> Counts:
-    """Counts of one of `FAST` with `slots` expert slots in all, starting empty (but for "static").
-
-    They equal those of `replay.count` with that policy at any number of slots. InputError for another policy.
+    InputError names the file and what is missing in it or not understood.
     """
-    if policy not in FAST:
-        raise InputError(
-            f"--policy {policy}: not one that can be counted without a driver; these can: {', '.join(FAST)}"
-        )
-    routing = trace if isinstance(trace, Routing) else Routing.of(trace)
-    shares = equal_slots(slots, routing.layers, routing.experts)
-    ranks = FAST[policy](routing, shares)
-    return count_ranked(policy, ranks, np.zeros(routing.steps, bool))
+    c = Config({**config, **(config.get("text_config") or {})}, source)
+    layers = c.get("num_hidden_layers")
+    kinds = _attention_kinds(c, layers)
+    moe = tuple(i for i in range(layers) if c.experts and _has_experts(c, i))
+    linear, windowed = kinds.count(LINEAR), sum(k in WINDOWED for k in kinds)
+    table = c.get("vocab_size") * c.hidden
+    return ModelSize(
+        name=name,
+        source=source,
+        family=c.family,
+        layers=layers,
+        moe_layers=moe,
+        experts=c.experts if moe else 0,
+        top_k=c.get("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k") if moe else 0,
+        hidden=c.hidden,
+        expert_width=c.expert_width if moe else 0,
+        expert=_expert(c) if moe else 0,
+        body=_body(c, layers, len(moe), linear),
+        embedding=table,
+        head=0 if c.fields.get("tie_word_embeddings", False) else table,
+        kv_growing=(layers - linear - windowed) * _kept(c),
+        kv_window=windowed * _kept(c),
+        window=c.get("sliding_window", "attention_chunk_size") if windowed else 0,
+        state_bytes=linear * _state_bytes(c) if linear else 0,
+        longest=c.get("max_position_embeddings", default=0) or None,
+        published=_published(c),
+    )
 
 
-class Ranks:
-    """A policy as an order. `of(chunk)` gives two arrays of [s, L, E] ranks, all different within a row: what a
-    resident is worth after each step, and what an expert is worth that is not resident, below 0 if it is not to be had.
-
-    `held`: residents keep the rank they came in with (or last got as a miss), and the first array is not used.
-    """
-
-    held = False
-
-    def __init__(self, routing: Routing, slots: tuple[int, ...]) -> None:
-        self.routing, self.slots = routing, slots
-        self.up = np.arange(routing.experts)  # tells equals apart: higher ids first, or lower ids first
-        self.down = self.up[::-1]
-
-    def start(self) -> np.ndarray:
-        """[L, E] bool: resident before the first step."""
-        return np.zeros((self.routing.layers, self.routing.experts), bool)
-
-    def of(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
-        raise NotImplementedError
+def _body(c: Config, layers: int, moe: int, linear: int) -> int:
+    """All but routed experts and tables: attention, norms, routers, shared experts, dense layers."""
+    total = (layers - linear) * _attention(c) + (2 * layers + 1) * c.hidden
+    if linear:
+        total += linear * _linear_attention(c)
+    if moe:
+        total += moe * (c.hidden * c.experts + _shared(c))
+    if moe < layers:
+        total += (layers - moe) * 3 * c.hidden * c.get("intermediate_size_mlp", "intermediate_size")
+    return total
 
 
-class Lru(Ranks):
-    """`ar-lru`: what was used last stays, higher ids first. A layer that needs more than it has slots keeps its hits
-    and then its lowest ids."""
-
-    def __init__(self, routing: Routing, slots: tuple[int, ...]) -> None:
-        super().__init__(routing, slots)
-        self.last = np.full((routing.layers, routing.experts), -1)
-
-    def of(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
-        e = self.routing.experts
-        used = np.where(chunk.need, chunk.numbers, -1)
-        np.maximum(used[0], self.last, out=used[0])
-        last = np.maximum.accumulate(used, axis=0)
-        self.last = last[-1]
-        resident = last * (2 * e) + e + self.up
-        return resident, np.where(chunk.need, chunk.numbers * (2 * e) + self.down, -1)
+def _attention_kinds(c: Config, layers: int) -> list[str]:
+    """What each layer attends with. Without a list: every `full_attention_interval`-th in full, or all."""
+    kinds = c.fields.get("layer_types")
+    if kinds is None:
+        interval = c.get("full_attention_interval", default=1)
+        kinds = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(layers)]
+    strange = [k for k in kinds if k not in (FULL, LINEAR, *WINDOWED)]
+    if strange or len(kinds) != layers:
+        what = f"a layer of type {strange[0]!r}" if strange else f"{len(kinds)} layer_types for {layers} layers"
+        raise InputError(f"{c.source}: {what} is not understood; fit knows {FULL}, {LINEAR} and {', '.join(WINDOWED)}")
+    return list(kinds)
 
 
-class Fifo(Ranks):
-    """What came in last stays, of one event the lowest ids; a use changes nothing."""
-
-    held = True
-
-    def of(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
-        miss = np.where(chunk.need, chunk.numbers * self.routing.experts + self.down, -1)
-        return miss, miss
-
-
-class Minimum(Ranks):
-    """`min`: what is needed soonest stays (Belady 1966); among equals residents go first. With `bypass` off, misses
-    go before residents."""
-
-    bypass = True
-
-    def __init__(self, routing: Routing, slots: tuple[int, ...]) -> None:
-        super().__init__(routing, slots)
-        self.after = _first_uses(routing)
-
-    def of(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
-        e = self.routing.experts
-        soon = (NEVER - next_uses(chunk, self.after[chunk.first // CHUNK])) * (2 * e)
-        forced = 0 if self.bypass else NEVER * 4 * e
-        return soon + e + self.up, np.where(chunk.need, soon + self.down + forced, -1)
+def _has_experts(c: Config, layer: int) -> bool:
+    """Which layers are dense is written in as many ways as there are families."""
+    if layer < c.get("first_k_dense_replace", "moe_layer_start_index", default=0):
+        return False
+    if layer in (c.fields.get("mlp_only_layers") or ()):
+        return False
+    listed, every = c.fields.get("moe_layers"), c.fields.get("moe_layer_freq")
+    if isinstance(listed, list):
+        return layer in listed
+    if isinstance(every, list):
+        return bool(every[layer])
+    if every is not None:
+        return layer % c.get("moe_layer_freq") == 0
+    step = c.get("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", default=1)
+    return step > 0 and (layer + 1) % step == 0
 
 
-class ForcedMinimum(Minimum):
-    """`min:bypass=false`."""
-
-    bypass = False
-
-
-class Static(Ranks):
-    """`static`: experts of the last layers from the start, lowest ids in the layer that is not whole."""
-
-    def __init__(self, routing: Routing, slots: tuple[int, ...]) -> None:
-        from_the_end = np.arange(routing.layers)[::-1] * routing.experts
-        shares = np.clip(sum(slots) - from_the_end, 0, routing.experts)
-        super().__init__(routing, tuple(shares.tolist()))
-
-    def start(self) -> np.ndarray:
-        return self.up < np.array(self.slots)[:, None]
-
-    def of(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
-        shape = chunk.need.shape
-        return np.broadcast_to(self.up, shape), np.broadcast_to(-1, shape)
+def _expert(c: Config) -> int:
+    """Gate, up and down; gpt-oss has biases on all three."""
+    biases = 2 * c.expert_width + c.hidden if c.family == "gpt_oss" else 0
+    return 3 * c.hidden * c.expert_width + biases
 
 
-FAST: dict[str, type[Ranks]] = {
-    "ar-lru": Lru,
-    "fifo": Fifo,
-    "min": Minimum,
-    "min:bypass=false": ForcedMinimum,
-    "static": Static,
-}
+def _shared(c: Config) -> int:
+    """Shared experts of one layer, and the gate that weighs a Qwen one."""
+    own = c.get("shared_expert_intermediate_size", default=0)
+    if own:
+        return 3 * c.hidden * own + c.hidden
+    number = c.get("n_shared_experts", "moe_num_shared_experts", default=int(c.family.startswith("llama4")))
+    return 3 * c.hidden * c.expert_width * number
 
 
-def _first_uses(routing: Routing) -> list[np.ndarray]:
-    """For every chunk, [L, E]: the first step after it that needs each expert, or `NEVER`."""
-    later = np.full((routing.layers, routing.experts), NEVER)
-    after = []
-    for first in range(0, routing.steps, CHUNK)[::-1]:
-        after.append(later)
-        need = routing.chunk(first).need
-        later = np.where(need.any(axis=0), first + need.argmax(axis=0), later)
-    return after[::-1]
+def _attention(c: Config) -> int:
+    latent = c.get("kv_lora_rank", default=0)
+    if latent:
+        rope, nope, value = c.get("qk_rope_head_dim"), c.get("qk_nope_head_dim"), c.get("v_head_dim")
+        rank, queries = c.get("q_lora_rank", default=0), c.heads * (nope + rope)
+        q = rank * (c.hidden + queries) if rank else c.hidden * queries
+        return q + c.hidden * (latent + rope) + latent * c.heads * (nope + value) + c.heads * value * c.hidden
+    gates = 1 if c.family.startswith(GATED) else 0
+    return c.hidden * c.head_width * ((2 + gates) * c.heads + 2 * c.kv_heads)
 
 
-def next_uses(chunk: Chunk, after: np.ndarray) -> np.ndarray:
-    """[s, L, E]: the first step after each of the chunk's that needs each expert. `after`: the same for its last."""
-    coming = np.where(chunk.need, chunk.numbers, NEVER)[1:]
-    coming = np.concatenate([coming, after[None]])
-    return np.minimum.accumulate(coming[::-1], axis=0)[::-1]
+def _linear_attention(c: Config) -> int:
+    """A gated delta-rule layer: queries, keys, values and gate, two scalars a value head, convolution, output."""
+    keys, values = _linear_widths(c)
+    inputs = 2 * keys + 2 * values + 2 * c.get("linear_num_value_heads")
+    return c.hidden * (inputs + values) + (2 * keys + values) * c.get("linear_conv_kernel_dim")
 
 
-class Keeper:
-    """Chooses who keeps the slots: in each row of [L, E] ranks the highest `slots[l]`, if they are not below 0."""
-
-    def __init__(self, slots: tuple[int, ...], experts: int) -> None:
-        self._any = np.array(slots)[:, None] > 0
-        self._at = np.clip(experts - np.array(slots), 0, experts - 1)
-        self._marks = np.unique(self._at)
-        self._rows = np.arange(len(slots))
-
-    def __call__(self, ranks: np.ndarray) -> np.ndarray:
-        """[L, E] bool. The ranks of a row are all different, but for those below 0."""
-        lowest = np.partition(ranks, self._marks, axis=1)[self._rows, self._at]
-        return (ranks >= np.maximum(lowest, 0)[:, None]) & self._any
+def _linear_widths(c: Config) -> tuple[int, int]:
+    keys = c.get("linear_num_key_heads") * c.get("linear_key_head_dim")
+    return keys, c.get("linear_num_value_heads") * c.get("linear_value_head_dim")
 
 
-def count_ranked(policy: str, ranks: Ranks, fresh: np.ndarray) -> Counts:
-    """Replay an order. fresh: [S] bool, steps before which all slots are filled anew with what ranks highest, at no
-    cost (only for an order whose ranks look ahead)."""
-    routing, resident = ranks.routing, ranks.start()
-    needed, hits, assignments, hit_assignments = (np.zeros((routing.steps, routing.layers), np.int64) for _ in range(4))
-    keeper = Keeper(ranks.slots, routing.experts)
-    held = np.full(resident.shape, -1)
-    for chunk in routing.chunks():
-        before = np.empty_like(chunk.need)
-        of_resident, of_miss = ranks.of(chunk)
-        for i in range(len(before)):
-            if fresh[chunk.first + i]:
-                resident = keeper(np.where(chunk.need[i], TOP + ranks.up, of_resident[i]))
-            before[i] = resident
-            held = np.where(resident, held if ranks.held else of_resident[i], of_miss[i])
-            resident = keeper(held)
-        here = slice(chunk.first, chunk.first + len(before))
-        needed[here] = np.count_nonzero(chunk.need, axis=2)
-        hits[here] = np.count_nonzero(chunk.need & before, axis=2)
-        chosen = np.count_nonzero(before.reshape(-1)[chunk.places], axis=2)
-        hit_assignments[here] = np.add.reduceat(chosen, chunk.begins, axis=0)
-        assignments[here] = np.diff(routing.begins[here.start : here.stop + 1])[:, None] * routing.ids.shape[2]
-    return Counts(policy, ranks.slots, routing.decode, needed, hits, assignments, hit_assignments)
+def _state_bytes(c: Config) -> int:
+    keys, values = _linear_widths(c)
+    recurrent = values * c.get("linear_key_head_dim") * RECURRENT_BYTES
+    return recurrent + (2 * keys + values) * c.get("linear_conv_kernel_dim") * 2
+
+
+def _kept(c: Config) -> int:
+    """Numbers that one attention layer keeps for a token. Latent attention (MLA): the compressed vector."""
+    latent = c.get("kv_lora_rank", default=0)
+    return latent + c.get("qk_rope_head_dim") if latent else 2 * c.kv_heads * c.head_width
+
+
+def _published(c: Config) -> Format:
+    """The format of the published weights: `quantization_config` where there is one, else the data type."""
+    dtype = str(c.fields.get("torch_dtype") or c.fields.get("dtype") or "bfloat16").removeprefix("torch.")
+    plain = DTYPES.get(dtype, "bf16")
+    bits = FORMATS[plain]
+    quantized = c.fields.get("quantization_config")
+    if not isinstance(quantized, Mapping):
+        return Format(plain, bits, bits, bits)
+    method = str(quantized.get("quant_method", ""))
+    if method == "mxfp4":  # routed experts alone
+        return Format(method, FORMATS[method], bits, bits)
+    if method == "fp8":
+        return Format(method, FORMATS[method], FORMATS[method], bits)
+    width = quantized.get("bits") or (4 if quantized.get("load_in_4bit") else None)
+    if not isinstance(width, int):
+        raise InputError(f"{c.source}: quantization_config {method!r} is not understood; give --quant")
+    group = quantized.get("group_size") or 0
+    packed = width + (20 / group if isinstance(group, int) and group > 0 else 0)  # a 16-bit scale, a 4-bit zero
+    return Format(f"{method}-{width}bit", packed, packed, bits)
