@@ -133,7 +133,9 @@ def count_fast(trace: Steps | Routing, policy: str, slots: int) -> Counts:
     They equal those of `replay.count` with that policy at any number of slots. InputError for another policy.
     """
     if policy not in FAST:
-        raise InputError(f"--policy {policy}: not one that can be counted without a driver; these can: {', '.join(FAST)}")
+        raise InputError(
+            f"--policy {policy}: not one that can be counted without a driver; these can: {', '.join(FAST)}"
+        )
     routing = trace if isinstance(trace, Routing) else Routing.of(trace)
     shares = equal_slots(slots, routing.layers, routing.experts)
     ranks = FAST[policy](routing, shares)
