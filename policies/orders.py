@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .interface import Candidates, Demand, Key, Setup, View
+from .interface import Candidates, Demand, Key, Setup, View, Where
 from .parts import VictimOrder
 
 
@@ -31,8 +31,24 @@ class Lru(VictimOrder):
 
     def used(self, demand: Demand, view: View) -> None:
         self._event += 1
-        for expert in demand.experts:
-            self._touch(Key(demand.layer, expert))
+        uses = self._group(demand.layer)
+        for key in demand.keys:
+            uses[key] = self._event
+            uses.move_to_end(key)
+
+    def serve(self, demand: Demand, view: View) -> list[tuple[int, Where]]:
+        """`used` and the plain dispatcher's answer in one loop, for the policy that is nothing else."""
+        self._event += 1
+        uses = self._group(demand.layer)
+        hits, misses = [], []
+        for key in demand.keys:
+            uses[key] = self._event
+            uses.move_to_end(key)
+            if view.resident(key):
+                hits.append((key.expert, Where.GPU))
+            else:
+                misses.append((key.expert, Where.FETCH))
+        return hits + misses
 
     def transfer_done(self, key: Key, size: int, ns: int) -> None:
         if self._group(key.layer).get(key, -1) < self._event:  # what the running layer fetched keeps its place by id

@@ -19,6 +19,7 @@ from .interface import Candidates, Demand, Forecast, Key, LayerReport, Policy, S
 class Part:
     """What a part may be told, as in `Policy`; everything does nothing by default.
 
+    Of `work_done`, which costs a host a call for every expert, parts hear nothing: override it in the policy.
     `channels`: forecasts it wants to hear.
     """
 
@@ -46,8 +47,6 @@ class Part:
 
     def slots_changed(self, slots: tuple[int, ...]) -> None: ...
 
-    def work_done(self, key: Key, where: Where, tokens: int, ns: int) -> None: ...
-
     def layer_ends(self, report: LayerReport) -> None: ...
 
     def step_ends(self, accepted: int, kept: np.ndarray) -> None: ...
@@ -55,7 +54,7 @@ class Part:
 
 TOLD = (
     *("setup", "reveal", "placed", "step_begins", "forecast", "used", "transfer_done", "transfer_dropped"),
-    *("slots_changed", "work_done", "layer_ends", "step_ends"),
+    *("slots_changed", "layer_ends", "step_ends"),
 )
 
 
@@ -252,9 +251,6 @@ class Composed(Policy):
     def slots_changed(self, slots: tuple[int, ...]) -> None:
         self._told("slots_changed", slots)
 
-    def work_done(self, key: Key, where: Where, tokens: int, ns: int) -> None:
-        self._told("work_done", key, where, tokens, ns)
-
     def layer_ends(self, report: LayerReport) -> None:
         self._told("layer_ends", report)
 
@@ -317,11 +313,11 @@ def _overrides(part: Part, base: type[Part], method: str) -> bool:
 def split(demand: Demand, view: View, missing: Where) -> list[tuple[int, Where]]:
     """Residents on the GPU, ascending, then all others `missing`, ascending."""
     hits, misses = [], []
-    for expert in demand.experts:
-        if view.resident(Key(demand.layer, expert)):
-            hits.append((expert, Where.GPU))
+    for key in demand.keys:
+        if view.resident(key):
+            hits.append((key.expert, Where.GPU))
         else:
-            misses.append((expert, missing))
+            misses.append((key.expert, missing))
     return hits + misses
 
 
