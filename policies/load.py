@@ -18,11 +18,22 @@ from ..traces.errors import InputError
 from .clairvoyant import Min
 from .hybrimoe import HybriMoe, HybriMoeRelease
 from .interface import Policy
+from .lookahead import Lookahead, OracleWindow
 from .recency import ArLru
 from .spac import MoeSpac, MoeSpacRelease
 from .static import Static
 
-OWN: tuple[type[Policy], ...] = (ArLru, HybriMoe, HybriMoeRelease, Min, MoeSpac, MoeSpacRelease, Static)
+OWN: tuple[type[Policy], ...] = (
+    ArLru,
+    HybriMoe,
+    HybriMoeRelease,
+    Lookahead,
+    Min,
+    MoeSpac,
+    MoeSpacRelease,
+    OracleWindow,
+    Static,
+)
 GROUP = "moe_spac.policies"  # entry points by which other packages offer policies
 
 
