@@ -68,7 +68,7 @@ class Plan(NamedTuple):
 
     gpu: residents, in working order. copies: experts to bring over now, in order, each run on the GPU as it lands;
     `kept` are those that hold a staging slot until the layer ends, the rest pass through. joins: already on their way
-    here; run when they land. cpu: in working order. hits: how many of the needed experts were resident at the gate.
+    here; run when they land. cpu: in working order.
     """
 
     demand: Demand
@@ -77,7 +77,6 @@ class Plan(NamedTuple):
     kept: frozenset[int]
     joins: tuple[int, ...]
     cpu: tuple[int, ...]
-    hits: int
 
 
 @dataclass
@@ -106,21 +105,22 @@ class Driver:
         self._layer: int | None = None
         self._count = self.decode
         self._frozen = False
-        self._pinned: frozenset[Key] = NOTHING
+        self._needed: tuple[Key, ...] = ()  # by the running layer: pinned
         self._unused: set[Key] = set()
-        self.hears_work, self._hears_landing, self._hears_layers, self.prefetches = (
-            self._overrides(name) for name in ("work_done", "transfer_done", "layer_ends", "next_fetch")
-        )
         self._ask(self.policy.setup, self.setup)
+        self.hears_work, self.hears_landing, self.hears_layers, self.prefetches = (
+            self._hears(name) for name in ("work_done", "transfer_done", "layer_ends", "next_fetch")
+        )
         if self.policy.clairvoyant:
             if self.future is None:
                 raise PolicyError(f"policy {self.policy.name} needs the future, which a live run does not have")
             self._ask(self.policy.reveal, self.future)
         self._place()
 
-    def _overrides(self, name: str) -> bool:
+    def _hears(self, name: str) -> bool:
         """Whether the policy has a method of its own: calls that would do nothing are saved."""
-        return getattr(type(self.policy), name) is not getattr(Policy, name)
+        own = getattr(type(self.policy), name) is not getattr(Policy, name)
+        return own and name not in self.policy.deaf
 
     @property
     def total(self) -> Counters:
@@ -153,13 +153,13 @@ class Driver:
         is pinned until `layer_ends`.
         """
         experts, loads = needed or needed_by_layer(ids[:, None])[0]
-        table = self._keys[layer]
+        table, resident = self._keys[layer], self.cache.by_layer[layer]
         keys = tuple([table[e] for e in experts])
-        demand = Demand(layer, experts, loads, ids, weights, scores, keys)
-        self._layer = layer
-        self._pinned = frozenset(keys)
-        hits = self._count_demand(demand)
-        plan = self._plan(demand, self._ask(self.policy.dispatch, demand, self.cache_view), hits)
+        held = frozenset(resident.intersection(experts))
+        demand = Demand(layer, experts, loads, ids, weights, scores, keys, held)
+        self._layer, self._needed = layer, keys
+        self._count_demand(demand)
+        plan = self._plan(demand, self._ask(self.policy.dispatch, demand, self.cache_view))
         if self.record is not None:
             self._note("gate", layer, plan.gpu, plan.copies, plan.joins, plan.cpu)
         return plan
@@ -168,7 +168,7 @@ class Driver:
         """A copy is complete. A prefetched expert is resident from now on; a fetched one stays in staging."""
         if key in self.cache.flying:
             self.cache.land(key)
-        if self._hears_landing:
+        if self.hears_landing:
             self._ask(self.policy.transfer_done, key, self.setup.expert_bytes, ns)
 
     def cancelled(self, key: Key, moved: int) -> None:
@@ -185,10 +185,10 @@ class Driver:
 
     def layer_ends(self, report: LayerReport) -> None:
         """The layer has been served: admit what was fetched, evicting what the policy names, and unpin."""
-        self._pinned = NOTHING
+        self._needed = ()
         if self.cache.staged:
             self._admit()
-        if self._hears_layers:
+        if self.hears_layers:
             self._ask(self.policy.layer_ends, report)
         self._layer = None
 
@@ -221,9 +221,8 @@ class Driver:
         self._check_key(key)
         if self.cache_view.resident(key) or self.cache_view.in_flight(key):
             self._fail(f"asked to fetch expert {key.expert} of layer {key.layer}, which is already there or on its way")
-        if self.cache.free(key.layer) <= 0 and not self._make_room(
-            key, self.cache.candidates(key.layer, self._pinned)
-        ):
+        spared = frozenset(self._needed)
+        if self.cache.free(key.layer) <= 0 and not self._make_room(key, self.cache.candidates(key.layer, spared)):
             self._ask(self.policy.transfer_dropped, key)
             return None
         self.cache.take_off(key)
@@ -251,38 +250,36 @@ class Driver:
                 self._fail(f"placed expert {key.expert} of layer {key.layer} twice or beyond the slots")
             self.cache.place(key)
 
-    def _count_demand(self, demand: Demand) -> int:
-        """Count one event; how many of its experts are resident."""
-        count, resident = self._count, self.cache.by_layer[demand.layer]
-        held = [load for e, load in zip(demand.experts, demand.loads, strict=True) if e in resident]
-        hits = len(held)
+    def _count_demand(self, demand: Demand) -> None:
+        count, held = self._count, demand.held
         count.events += 1
         count.needed += len(demand.experts)
-        count.hits += hits
+        count.hits += len(held)
         count.assignments += demand.ids.size
-        count.hit_assignments += sum(held)
+        if len(demand.ids) == 1:
+            count.hit_assignments += len(held)
+        else:
+            loads = zip(demand.experts, demand.loads, strict=True)
+            count.hit_assignments += sum([load for e, load in loads if e in held])
         if self._unused:
-            used = self._unused.intersection(demand.keys) & self.cache.resident.keys()
+            used = self._unused.intersection(k for k in demand.keys if k.expert in held)
             self._unused -= used
             count.prefetches_used += len(used)
-        return hits
 
-    def _plan(self, demand: Demand, answer: Sequence[tuple[int, Where]], hits: int) -> Plan:
+    def _plan(self, demand: Demand, answer: Sequence[tuple[int, Where]]) -> Plan:
         told = dict(answer)
-        if told.keys() != set(demand.experts):
+        if len(told) != len(demand.experts) or not told.keys() >= set(demand.experts):
             self._complete(demand, told)
-        resident, flying, keys = self.cache.by_layer[demand.layer], self.cache.flying, self._keys[demand.layer]
+        held, flying, keys = demand.held, self.cache.flying, self._keys[demand.layer]
         gpu, copies, fetched, joins, cpu = [], [], [], [], []
         for expert, where in told.items():
             if where is Where.GPU:
-                if expert not in resident:
+                if expert not in held:
                     self._fail(f"called expert {expert} resident, and it is not")
                 gpu.append(expert)
             elif where is Where.CPU:
-                if not self.setup.cpu:
-                    self._fail(f"sent expert {expert} to the CPU, and there is no CPU tier")
                 cpu.append(expert)
-            elif expert in resident:
+            elif expert in held:
                 self._fail(f"asked to {where} expert {expert}, which is resident")
             elif keys[expert] in flying:
                 joins.append(expert)
@@ -292,11 +289,19 @@ class Driver:
                     fetched.append(expert)
         kept = NOTHING
         if copies:
-            kept = frozenset([] if self._frozen else fetched[: self.cache.staging])
-            for expert in fetched[: len(kept)]:
+            del fetched[0 if self._frozen else self.cache.staging :]
+            kept = frozenset(fetched)
+            for expert in fetched:
                 self.cache.stage(keys[expert])
-        self._count_plan(len(kept), len(copies), [keys[e] for e in joins], len(cpu))
-        return Plan(demand, tuple(gpu), tuple(copies), kept, tuple(joins), tuple(cpu), hits)
+            self._count.fetches += len(fetched)
+            self._count.streams += len(copies) - len(fetched)
+        if joins:
+            self._count_joins([keys[e] for e in joins])
+        if cpu:
+            self._count.cpu += len(cpu)
+            if not self.setup.cpu:
+                self._fail(f"sent expert {cpu[0]} to the CPU, and there is no CPU tier")
+        return Plan(demand, tuple(gpu), tuple(copies), kept, tuple(joins), tuple(cpu))
 
     def _complete(self, demand: Demand, told: dict[int, Where]) -> None:
         """What the policy left out falls back; what it invented fails."""
@@ -313,16 +318,11 @@ class Driver:
             return Where.GPU
         return Where.CPU if self.setup.cpu else Where.STREAM
 
-    def _count_plan(self, kept: int, copies: int, joins: list[Key], cpu: int) -> None:
-        count = self._count
-        count.fetches += kept
-        count.streams += copies - kept
-        count.cpu += cpu
-        if joins:
-            count.joins += len(joins)
-            late = self._unused.intersection(joins)
-            self._unused -= late
-            count.prefetches_late += len(late)
+    def _count_joins(self, joins: list[Key]) -> None:
+        late = self._unused.intersection(joins)
+        self._unused -= late
+        self._count.joins += len(joins)
+        self._count.prefetches_late += len(late)
 
     def _admit(self) -> None:
         """Staged experts ask for a slot, one by one; those admitted before are spared."""

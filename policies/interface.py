@@ -101,7 +101,8 @@ class Demand(NamedTuple):
     """What one layer of one step needs, all of it at once.
 
     experts: ascending, without repeats; loads: tokens that chose each. ids: [n, k] in the router's order;
-    weights: [n, k] or None; scores: [n, E] or None. keys: `experts` as keys of this layer.
+    weights: [n, k] or None; scores: [n, E] or None. keys: `experts` as keys of this layer; held: those of `experts`
+    that are resident at the gate.
     """
 
     layer: int
@@ -111,6 +112,7 @@ class Demand(NamedTuple):
     weights: np.ndarray | None = None
     scores: np.ndarray | None = None
     keys: tuple[Key, ...] = ()
+    held: frozenset[int] = frozenset()
 
     def load(self) -> dict[int, int]:
         return dict(zip(self.experts, self.loads, strict=True))
@@ -174,6 +176,7 @@ class Policy:
     lossless: ClassVar[bool] = True
     serial_tiers: bool = False  # CPU experts finish before GPU experts start, as in some releases
     write_back: bool = False  # a victim's bytes are copied back to the host, as in some releases
+    deaf: frozenset[str] = frozenset()  # after `setup`: methods that would do nothing here, so that hosts save the call
     scope: Scope = "layer"
 
     # Told

@@ -6,7 +6,12 @@ one layer at a time.
 
 Assumptions: the GPU does one thing at a time and its timeline is the run's timeline; a layer's CPU experts run while
 its GPU experts run, and the layer ends when both are done; residents run first, then each copied expert as it lands;
-the CPU's experts of one layer share DRAM as one flow; drafting leaves the link free for prefetches.
+the CPU's experts of one layer share DRAM as one flow; drafting leaves the link free for prefetches; while an expert is
+copied from pageable memory the host launches nothing.
+
+The GPU's timeline is a number that runs ahead; the SimPy environment (link, DRAM, CPU) is brought up to it where the
+two can see each other: at gates, at the ends of layers, and while the GPU waits. Where nothing can disturb a layer's
+copies or CPU experts, their times are worked out in closed form; `exact=True` leaves that out, to the same result.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,20 +20,25 @@ from dataclasses import dataclass, field
 import numpy as np
 import simpy
 
+from ..policies.demand import Needed, needed_by_layer
 from ..policies.driver import Counters, Driver, Plan
 from ..policies.future import Future
 from ..policies.interface import Forecast, Key, LayerReport, Policy, Setup, StepInfo, Where
 from ..traces.schema import Kind, ModelShape, Step
-from .lanes import Dram, Link, Meter
+from .lanes import Copy, CopyPrice, Dram, Link, Meter
 from .machine import Rates
 
 # What the GPU's time goes to. Everything but the first four is waiting or overhead.
 GPU_LABELS = ("dense", "expert", "draft", "step", "wait_copy", "wait_cpu", "hybrid", "policy")
+LAYER_COLUMNS = ("needed", "hits", "copies", "cpu", "joins", "wall_ns", "wait_copy_ns", "wait_cpu_ns")
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One step: where each of its nanoseconds went. On every resource the values and idle add up to `wall_ns`."""
+    """One step: where each of its nanoseconds went. On every resource the values and idle add up to `wall_ns`.
+
+    `back` is the link's other direction, for victims that are copied to the host.
+    """
 
     kind: Kind
     tokens: int
@@ -39,22 +49,39 @@ class StepTime:
     cpu: dict[str, int]
     link: dict[str, int]
     dram: dict[str, int]
+    back: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
 class Run:
-    """What happened to one policy on one trace: times by step, counts by phase. `error` is set if the policy failed."""
+    """What happened to one policy on one trace: times by step, counts by phase. `error` is set if the policy failed.
+
+    layers: for every MoE layer the sums over decode of `LAYER_COLUMNS`, int64 [L] each. slots_seen: least and most
+    slots there were, if the keys and values took some.
+    """
 
     policy: str
     slots: int
     steps: list[StepTime] = field(default_factory=list)
     prefill: Counters = field(default_factory=Counters)
     decode: Counters = field(default_factory=Counters)
+    layers: dict[str, np.ndarray] = field(default_factory=dict)
+    slots_seen: tuple[int, int] = (0, 0)
     error: str | None = None
 
 
+@dataclass(slots=True, eq=False)
+class _CpuWork:
+    """The CPU's share of a layer: `at` is when it is done, -1 until then."""
+
+    at: int = -1
+
+
 class Engine:
-    """One policy on one machine. `now` is the simulated time in ns since the start."""
+    """One policy on one machine. `now` is the simulated time in ns since the start.
+
+    slots_at: slots for a context of so many tokens, where keys and values take memory from experts.
+    """
 
     def __init__(
         self,
@@ -63,26 +90,28 @@ class Engine:
         dense_only_layers: int = 0,
         on_land: Callable[[Key], None] | None = None,
         on_serve: Callable[[Plan], None] | None = None,
+        slots_at: Callable[[int], tuple[int, ...]] | None = None,
+        exact: bool = False,
     ) -> None:
         self.driver, self.rates = driver, rates
+        self.now = 0
         self.env = simpy.Environment()
         self.dram = Dram(self.env, rates.dram_bytes_per_s)
-        costs = rates.costs
-        size = driver.setup.expert_bytes
-        self.link = Link(
-            self.env, self.dram, size, costs.copy_fixed_ns, costs.copy_bytes_ns, driver.next_fetch, self._landed
-        )
+        self.link = _link(self.env, self.dram, driver, rates, self._landed)
         self.steps: list[StepTime] = []
         self._dense_only = dense_only_layers
-        self._on_land, self._on_serve = on_land, on_serve
-        self._gpu: dict[str, int] = {}
+        self._on_land, self._on_serve, self._slots_at, self._exact = on_land, on_serve, slots_at, exact
+        self._gpu_ns, self._cpu_ns = _PerLoad(rates.costs.gpu_ns), _PerLoad(rates.costs.cpu_ns)
+        self._gpu: dict[str, int] = dict.fromkeys(GPU_LABELS, 0)
         self._cpu = Meter()
         self._begin = 0
-        self._before: list[dict[str, int]] = [{}, {}, {}]
+        self._before: list[dict[str, int]] = [{}, {}, {}, {}]
+        self._rows = [[0] * len(LAYER_COLUMNS) for _ in range(driver.setup.layers)]
 
     @property
-    def now(self) -> int:
-        return int(self.env.now)
+    def layers(self) -> dict[str, np.ndarray]:
+        table = np.array(self._rows, np.int64)
+        return {name: table[:, i] for i, name in enumerate(LAYER_COLUMNS)}
 
     def draft(self, tokens: int) -> None:
         """The draft model proposes tokens; the link goes on prefetching meanwhile."""
@@ -91,11 +120,14 @@ class Engine:
     def step_begins(self, step: StepInfo, context: int) -> None:
         """A forward pass of the target starts, `context` tokens being in its cache already."""
         self._info, self._context = step, context
+        self._set_clock()
+        if self._slots_at:
+            self.driver.resize(self._slots_at(context + len(step.tokens)))
         self.driver.step_begins(step)
-        self.link.kick()
-        dense = self._dense_only * self.rates.dense_ns(len(step.tokens), context)
+        self._look_for_work()
         self._spend(self.rates.step_ns, "step")
-        self._spend(dense, "dense")
+        self._spend(self._dense_only * self.rates.dense_ns(len(step.tokens), context), "dense")
+        self._dense = self.rates.dense_ns(len(step.tokens), context)
 
     def layer(
         self,
@@ -104,13 +136,16 @@ class Engine:
         weights: np.ndarray | None = None,
         scores: np.ndarray | None = None,
         ahead: np.ndarray | None = None,
+        needed: Needed | None = None,
     ) -> Plan:
-        """One MoE layer from its attention to its merged output. ids: [n, k]; ahead: [n, J, k]."""
-        self._spend(self.rates.dense_ns(len(ids), self._context), "dense")
+        """One MoE layer from its attention to its merged output. ids: [n, k]; ahead: [n, J, k]; `needed`: see
+        `Driver.gate`."""
+        self._spend(self._dense, "dense")
+        self._catch_up()
         if ahead is not None and "next-gate" in self.driver.policy.channels:
             for forecast in gate_forecasts(layer, ahead, self.driver.setup.layers):
                 self.driver.forecast(forecast)
-        plan = self.driver.gate(layer, ids, weights, scores)
+        plan = self.driver.gate(layer, ids, weights, scores, needed)
         self._spend(self.rates.policy_ns, "policy")
         self._serve(plan)
         return plan
@@ -118,9 +153,10 @@ class Engine:
     def step_ends(self, accepted: int, kept: np.ndarray, emitted: int) -> None:
         """Verification is over; the step's times are closed."""
         self.driver.step_ends(accepted, kept)
-        self.link.kick()
-        after = [meter.read(self.now) for meter in (self._cpu, self.link.meter, self.dram.meter)]
-        cpu, link, dram = (_difference(a, b) for a, b in zip(after, self._before, strict=True))
+        self._look_for_work()
+        meters = (self._cpu, self.link.meter, self.dram.meter, self.link.back_meter)
+        after = [meter.read(self.now) for meter in meters]
+        cpu, link, dram, back = (_difference(a, b) for a, b in zip(after, self._before, strict=True))
         info = self._info
         self.steps.append(
             StepTime(
@@ -129,66 +165,145 @@ class Engine:
                 drafted=int(info.drafted.sum()),
                 emitted=emitted,
                 wall_ns=self.now - self._begin,
-                gpu=self._gpu,
+                gpu={label: ns for label, ns in self._gpu.items() if ns},
                 cpu=cpu,
                 link=link,
                 dram=dram,
+                back=back,
             )
         )
-        self._gpu, self._before, self._begin = {}, after, self.now
+        self._gpu, self._before, self._begin = dict.fromkeys(GPU_LABELS, 0), after, self.now
 
     def _serve(self, plan: Plan) -> None:
         """Both tiers work on one layer's demand; then the driver admits and evicts."""
-        begin, costs = self.now, self.rates.costs
-        before = dict(self._gpu)
-        layer, load = plan.demand.layer, plan.demand.load()
-        arrivals = [(e, self._arrival(Key(layer, e))) for e in plan.joins]
-        arrivals += [(e, self.link.demand(Key(layer, e))) for e in plan.copies]
-        cpu_done, cpu_ns = self._start_cpu(plan, load)
-        if cpu_done is not None and self.driver.policy.serial_tiers:
-            self._wait(cpu_done, "wait_cpu")
-        self._spend(sum(costs.gpu_ns(load[e]) for e in plan.gpu), "expert")
-        for expert, arrival in arrivals:
-            self._wait(arrival, "wait_copy")
-            self._spend(costs.gpu_ns(load[expert]), "expert")
-        if cpu_done is not None:
-            self._wait(cpu_done, "wait_cpu")
-            self._spend(costs.hybrid_ns, "hybrid")
-        self._tell_work(plan, load)
+        gpu, begin = self._gpu, self.now
+        copied, waited = gpu["wait_copy"], gpu["wait_cpu"]
+        load = plan.demand.load()
+        cpu_ns = self._cpu_total(plan, load) if plan.cpu else 0
+        if not (plan.copies or plan.joins or plan.cpu):
+            self._work(plan.gpu, load)
+        elif not self._in_closed_form(plan, load, cpu_ns):
+            self._by_events(plan, load, cpu_ns)
+        if self.driver.hears_work:
+            self._tell_work(plan, load)
         if self._on_serve is not None:
             self._on_serve(plan)
-        spent = _difference(self._gpu, before)
-        self.driver.layer_ends(
-            LayerReport(
-                layer=layer,
-                wall_ns=self.now - begin,
-                gpu_ns=spent.get("expert", 0),
-                cpu_ns=cpu_ns,
-                wait_copy_ns=spent.get("wait_copy", 0),
-                wait_cpu_ns=spent.get("wait_cpu", 0),
-            )
-        )
-        self.link.kick()
+        copied, waited = gpu["wait_copy"] - copied, gpu["wait_cpu"] - waited
+        self._layer_ends(plan, load, LayerReport(plan.demand.layer, self.now - begin, 0, cpu_ns, copied, waited))
 
-    def _arrival(self, key: Key) -> simpy.Event:
-        """When a copy that was on its way at the gate lands: perhaps it did while the policy was deciding."""
-        return self.link.arrival(key) if key in self.driver.cache.flying else self.env.event().succeed()
+    def _layer_ends(self, plan: Plan, load: dict[int, int], report: LayerReport) -> None:
+        self._catch_up()
+        driver = self.driver
+        if driver.policy.write_back:
+            self._set_clock()
+        if driver.hears_layers:
+            worked = sum(self._gpu_ns[load[e]] for group in (plan.gpu, plan.joins, plan.copies) for e in group)
+            report = report._replace(gpu_ns=worked)
+        driver.layer_ends(report)
+        if driver.prefetches:
+            self._look_for_work()
+        if self._info.kind is not Kind.PREFILL:
+            row = self._rows[report.layer]
+            row[0] += len(load)
+            row[1] += len(plan.demand.held)
+            row[2] += len(plan.copies)
+            row[3] += len(plan.cpu)
+            row[4] += len(plan.joins)
+            row[5] += report.wall_ns
+            row[6] += report.wait_copy_ns
+            row[7] += report.wait_cpu_ns
 
-    def _start_cpu(self, plan: Plan, load: dict[int, int]) -> tuple[simpy.Event | None, int]:
-        """Begin the CPU's share of a layer; returns the event of its end and its undisturbed time."""
-        if not plan.cpu:
-            return None, 0
+    def _in_closed_form(self, plan: Plan, load: dict[int, int], cpu_ns: int) -> bool:
+        """Serve a layer whose copies, or whose CPU experts, nothing disturbs; False if something may."""
+        if self._exact or plan.joins or not self.link.idle or (plan.copies and plan.cpu):
+            return False
+        return self._cpu_alone(plan, load, cpu_ns) if plan.cpu else self._copies_alone(plan, load)
+
+    def _copies_alone(self, plan: Plan, load: dict[int, int]) -> bool:
+        each = self.link.at_once(len(plan.copies))
+        if each is None:
+            return False
+        lands = self.now
+        if self.driver.prefetches:  # the link looks for work when the last one has landed
+            last = lands + each * len(plan.copies) - int(self.env.now)
+            self.env.timeout(last).callbacks.append(self.link.wake)  # type: ignore[union-attr]
+        self._work(plan.gpu, load)
+        now, waited, worked = self.now, 0, 0
+        for expert in plan.copies:
+            lands += each
+            if lands > now:
+                waited += lands - now
+                now = lands
+            work = self._gpu_ns[load[expert]]
+            worked += work
+            now += work
+        self._spend(waited, "wait_copy")
+        self._spend(worked, "expert")
+        if self.driver.hears_landing or self._on_land is not None:
+            for expert in plan.copies:
+                self._landed(Key(plan.demand.layer, expert), each)
+        return True
+
+    def _cpu_alone(self, plan: Plan, load: dict[int, int], cpu_ns: int) -> bool:
+        reading = cpu_ns - self._cpu_fixed(plan)
+        if not self.dram.idle or not self.dram.carries(len(plan.cpu) * self.driver.setup.expert_bytes, reading):
+            return False
+        self._cpu.add("busy", cpu_ns)
+        self.dram.meter.add("busy", reading)
+        done = self.now + cpu_ns
+        if self.driver.policy.serial_tiers:
+            self._wait_until(done, "wait_cpu")
+        self._work(plan.gpu, load)
+        self._wait_until(done, "wait_cpu")
+        self._spend(self.rates.costs.hybrid_ns, "hybrid")
+        return True
+
+    def _by_events(self, plan: Plan, load: dict[int, int], cpu_ns: int) -> None:
+        """Serve a layer whose copies and CPU experts go through the environment."""
+        self._set_clock()
+        layer = plan.demand.layer
+        arrivals = [(e, self._joined(Key(layer, e))) for e in plan.joins]
+        arrivals += [(e, self.link.demand(Key(layer, e))) for e in plan.copies]
+        cpu = self._start_cpu(plan, cpu_ns) if plan.cpu else None
+        if cpu is not None and self.driver.policy.serial_tiers:
+            self._wait(cpu, "wait_cpu")
+        for _, copy in arrivals:
+            if copy is not None and copy.pageable:
+                self._wait(copy, "wait_copy")
+        self._work(plan.gpu, load)
+        for expert, copy in arrivals:
+            if copy is not None:
+                self._wait(copy, "wait_copy")
+            self._spend(self._gpu_ns[load[expert]], "expert")
+        if cpu is not None:
+            self._wait(cpu, "wait_cpu")
+            self._spend(self.rates.costs.hybrid_ns, "hybrid")
+
+    def _joined(self, key: Key) -> Copy | None:
+        """The copy that was on its way at the gate; None if it landed while the policy was deciding."""
+        return self.link.join(key) if key in self.driver.cache.flying else None
+
+    def _cpu_total(self, plan: Plan, load: dict[int, int]) -> int:
+        return self.rates.costs.cpu_first_ns + sum(self._cpu_ns[load[e]] for e in plan.cpu)
+
+    def _cpu_fixed(self, plan: Plan) -> int:
+        """The part of it that reads no memory."""
         costs = self.rates.costs
-        total = sum(costs.cpu_ns(load[e], first=i == 0) for i, e in enumerate(plan.cpu))
-        fixed = costs.cpu_first_ns + len(plan.cpu) * costs.cpu_fixed_ns
+        return costs.cpu_first_ns + len(plan.cpu) * costs.cpu_fixed_ns
 
-        def work():
-            self._cpu.begin("busy", self.now)
-            yield self.env.timeout(fixed)
-            yield self.dram.flow(len(plan.cpu) * self.driver.setup.expert_bytes, total - fixed)
-            self._cpu.end(self.now)
+    def _start_cpu(self, plan: Plan, ns: int) -> _CpuWork:
+        work, reading = _CpuWork(), ns - self._cpu_fixed(plan)
+        self._cpu.begin("busy", self.now)
 
-        return self.env.process(work()), total
+        def done() -> None:
+            work.at = int(self.env.now)
+            self._cpu.end(work.at)
+
+        def reads(_: object) -> None:
+            self.dram.flow(len(plan.cpu) * self.driver.setup.expert_bytes, reading, done)
+
+        self.env.timeout(ns - reading).callbacks.append(reads)  # type: ignore[union-attr]
+        return work
 
     def _tell_work(self, plan: Plan, load: dict[int, int]) -> None:
         """Every expert's undisturbed time, in working order."""
@@ -203,18 +318,84 @@ class Engine:
         if self._on_land is not None:
             self._on_land(key)
 
+    # Time
+
     def _spend(self, ns: int, label: str) -> None:
         if ns > 0:
-            self.env.run(until=self.env.timeout(ns))
-            self._gpu[label] = self._gpu.get(label, 0) + ns
+            self.now += ns
+            self._gpu[label] += ns
 
-    def _wait(self, event: simpy.Event, label: str) -> None:
-        """Let time pass until `event`; nothing is charged if it has already happened."""
-        begin = self.now
-        if not event.processed:
-            self.env.run(until=event)
-        if self.now > begin:
-            self._gpu[label] = self._gpu.get(label, 0) + self.now - begin
+    def _work(self, experts: Iterable[int], load: dict[int, int]) -> None:
+        self._spend(sum([self._gpu_ns[load[e]] for e in experts]), "expert")
+
+    def _wait_until(self, time: int, label: str) -> None:
+        self._spend(time - self.now, label)
+
+    def _wait(self, work: Copy | _CpuWork, label: str) -> None:
+        """Let time pass until it is done; nothing is charged if it is already."""
+        while work.at < 0:
+            self.env.step()
+        self._wait_until(work.at, label)
+
+    def _catch_up(self) -> None:
+        """Let everything happen that is due by now. Nothing is, if the policy does not prefetch: layers wait for all
+        of their own copies."""
+        if self.driver.prefetches:
+            while self.env.peek() <= self.now:
+                self.env.step()
+
+    def _set_clock(self) -> None:
+        """Catch up, and let the environment's clock show the present, before something is begun there."""
+        self._catch_up()
+        if self.env.now < self.now:
+            self.env.run(until=self.now)
+
+    def _look_for_work(self) -> None:
+        """Something has changed: an idle link asks the policy again."""
+        if not self.driver.prefetches or not self.link.idle:
+            return
+        if self.driver.policy.write_back:
+            self._set_clock()
+        key = self.driver.next_fetch()
+        if key is None:
+            return
+        self._set_clock()
+        self.link.prefetch(key)
+        while (copy := self.link.current) is not None and copy.pageable:
+            self._wait(copy, "wait_copy")
+
+
+class _PerLoad(dict[int, int]):
+    """Expert times by tokens, worked out once each."""
+
+    def __init__(self, price: Callable[[int], int]) -> None:
+        self._price = price
+
+    def __missing__(self, tokens: int) -> int:
+        self[tokens] = self._price(tokens)
+        return self[tokens]
+
+
+def _link(env: simpy.Environment, dram: Dram, driver: Driver, rates: Rates, landed: Callable[[Key, int], None]) -> Link:
+    costs, setup = rates.costs, driver.setup
+    price = CopyPrice(
+        setup.expert_bytes,
+        costs.copy_fixed_ns,
+        costs.copy_bytes_ns,
+        rates.chunks,
+        rates.back_bytes_ns,
+        rates.both_ways,
+    )
+    link = Link(env, dram, price, driver.next_fetch, driver.keep_fetch, landed, driver.cancelled)
+    if 0 <= rates.pinned_experts < setup.layers * setup.experts:
+        link.set_pageable(
+            rates.pageable_fixed_ns,
+            rates.pageable_bytes_ns,
+            lambda key: key.layer * setup.experts + key.expert >= rates.pinned_experts,
+        )
+    if driver.policy.write_back:
+        driver.evicted = lambda _: link.write_back()
+    return link
 
 
 def _difference(after: dict[str, int], before: dict[str, int]) -> dict[str, int]:
@@ -229,17 +410,22 @@ def gate_forecasts(layer: int, ahead: np.ndarray, layers: int) -> Iterable[Forec
         yield Forecast("next-gate", layer + 1 + j, dict(zip(experts.tolist(), counts[experts].tolist(), strict=True)))
 
 
+def shares(slots: int, layers: int, policy: Policy) -> tuple[int, ...]:
+    """Share out a total: evenly by layer, the remainder to the first, or as one pool."""
+    if policy.scope == "global":
+        return (slots,)
+    return tuple(slots // layers + (i < slots % layers) for i in range(layers))
+
+
 def setup_for(shape: ModelShape, rates: Rates, policy: Policy, slots: int, draft_length: int, seed: int = 0) -> Setup:
-    """Share out `slots` (a total over all layers): evenly by layer, the remainder to the first, or as one pool."""
+    """What a policy is told; `slots` is a total over all layers."""
     layers = len(shape.moe_layers)
-    slots = min(slots, layers * shape.experts)
-    shares = [slots // layers + (i < slots % layers) for i in range(layers)]
     return Setup(
         layers=layers,
         experts=shape.experts,
         top_k=shape.top_k,
         expert_bytes=shape.expert_bytes,
-        slots=tuple(shares) if policy.scope == "layer" else (slots,),
+        slots=shares(min(slots, layers * shape.experts), layers, policy),
         costs=rates.costs,
         draft_length=draft_length,
         seed=seed,
@@ -259,12 +445,14 @@ def replay_step(engine: Engine, index: int, step: Step) -> None:
     if step.kind is Kind.VERIFY:
         engine.draft(int(step.drafted.sum()))
     engine.step_begins(step_info(index, step), context=int(step.positions[0]))
-    for layer in range(step.experts.shape[1]):
+    experts, weights, scores, ahead = step.experts, step.weights, step.scores, step.ahead
+    for layer, needed in enumerate(needed_by_layer(experts)):
         engine.layer(
             layer,
-            step.experts[:, layer],
-            None if step.weights is None else step.weights[:, layer],
-            None if step.scores is None else step.scores[:, layer],
-            None if step.ahead is None else step.ahead[:, layer],
+            experts[:, layer],
+            None if weights is None else weights[:, layer],
+            None if scores is None else scores[:, layer],
+            None if ahead is None else ahead[:, layer],
+            needed,
         )
     engine.step_ends(step.accepted, step.kept, step.emitted)

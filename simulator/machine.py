@@ -177,7 +177,13 @@ def _text(value: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What one machine needs for one model (and draft), in ns: the experts' `costs` and everything around them."""
+    """What one machine needs for one model (and draft), in ns: the experts' `costs` and everything around them.
+
+    A copy has `chunks` between which it may be interrupted; `back_bytes_ns` are for an expert's bytes from device to
+    host (0: as the other way) and `both_ways` is the share of its speed that a copy to the device keeps meanwhile.
+    The first `pinned_experts`, in order of (layer, expert), lie in pinned memory (-1: all); the others are copied at
+    the pageable prices, and nothing is launched until they have landed. `costs` has the price of pinned ones, if any.
+    """
 
     costs: Costs
     dense_fixed_ns: int
@@ -188,6 +194,12 @@ class Rates:
     draft_token_ns: int
     policy_ns: int
     dram_bytes_per_s: int
+    chunks: int = 1
+    back_bytes_ns: int = 0
+    both_ways: float = 1.0
+    pinned_experts: int = -1
+    pageable_fixed_ns: int = 0
+    pageable_bytes_ns: int = 0
 
     def dense_ns(self, tokens: int, context: int) -> int:
         """Attention, norms, router and shared expert of one layer for `tokens` new tokens after `context` others."""
@@ -201,6 +213,11 @@ def rates_for(machine: Machine, shape: ModelShape, draft: DraftShape | None = No
     params = 3 * shape.hidden * shape.expert_width
     expert_flop = 2 * params
     read_ns = 1e9 / m["gpu.bandwidth"]
+    pageable = round(m["link.pageable_fixed"]), round(shape.expert_bytes * 1e9 / m["link.pageable_bandwidth"])
+    pinned = int(m["host.pin_limit"] // shape.expert_bytes) if m["host.pin_limit"] else -1
+    copy = round(m["link.copy_fixed"]), round(shape.expert_bytes * 1e9 / m["link.bandwidth"])
+    if pinned == 0:
+        copy = pageable
     costs = Costs(
         gpu_fixed_ns=round(m["gpu.expert_fixed"]),
         gpu_memory_ns=round(shape.expert_bytes * read_ns),
@@ -210,8 +227,8 @@ def rates_for(machine: Machine, shape: ModelShape, draft: DraftShape | None = No
         cpu_memory_ns=round(shape.expert_bytes * 1e9 / m["cpu.bandwidth"]),
         cpu_token_ns=expert_flop * 1e9 / m["cpu.compute"],
         hybrid_ns=round(m["cpu.hybrid_layer"]),
-        copy_fixed_ns=round(m["link.copy_fixed"]),
-        copy_bytes_ns=round(shape.expert_bytes * 1e9 / m["link.bandwidth"]),
+        copy_fixed_ns=copy[0],
+        copy_bytes_ns=copy[1],
     )
     layer_bytes = (shape.dense_bytes - shape.embedding_bytes) / shape.layers
     weight_bytes = 4 if shape.dtype == "float32" else 2
@@ -226,6 +243,12 @@ def rates_for(machine: Machine, shape: ModelShape, draft: DraftShape | None = No
         draft_token_ns=_draft_ns(m, draft) if draft else 0,
         policy_ns=round(m["policy.layer"]),
         dram_bytes_per_s=round(m["host.bandwidth"]),
+        chunks=max(1, round(shape.expert_bytes / m["link.chunk"])) if m["link.chunk"] else 1,
+        back_bytes_ns=round(shape.expert_bytes * 1e9 / m["link.d2h_bandwidth"]) if m["link.d2h_bandwidth"] else 0,
+        both_ways=m["link.both_ways"],
+        pinned_experts=pinned,
+        pageable_fixed_ns=pageable[0],
+        pageable_bytes_ns=pageable[1],
     )
 
 
