@@ -29,7 +29,7 @@ from .lanes import Copy, CopyPrice, Dram, Link, Meter
 from .machine import Rates
 
 # What the GPU's time goes to. Everything but the first four is waiting or overhead.
-GPU_LABELS = ("dense", "expert", "draft", "step", "wait_copy", "wait_cpu", "hybrid", "policy")
+GPU_LABELS: tuple[str, ...] = ("dense", "expert", "draft", "step", "wait_copy", "wait_cpu", "hybrid", "policy")
 LAYER_COLUMNS = ("needed", "hits", "copies", "cpu", "joins", "wall_ns", "wait_copy_ns", "wait_cpu_ns")
 
 
