@@ -1,6 +1,6 @@
 """Clairvoyant policies that see a little of the future: what is a forecast worth as a reason to evict?"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -8,8 +8,9 @@ import numpy as np
 
 from .frequency import FrequencyByAge
 from .future import NEVER, Future
-from .interface import Demand, Key, Scope, Setup, StepInfo, View
-from .parts import Composed, IfBetter, Parts, Prefetcher
+from .interface import Demand, Key, Scope, Setup, StepInfo, View, Where
+from .orders import Ranked
+from .parts import Composed, Dispatcher, IfBetter, Parts, Prefetcher, split
 
 SEEN = float(1 << 40)  # above every rank of what is not foreseen, and small enough for exact sums of event numbers
 Beyond = Literal["lru", "lfru"]
@@ -74,6 +75,19 @@ class Foreseen(FrequencyByAge):
         return np.where(coming <= horizon, 2 * SEEN - (coming - self._event), unseen)
 
 
+class BestFirst(Dispatcher):
+    """Residents, then misses from the highest rank down. What was kept for this layer cannot be evicted for a sibling,
+    so only in this order do the best of residents and fetched ones remain."""
+
+    def __init__(self, order: Ranked) -> None:
+        self._order = order
+
+    def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
+        ranks = self._order.ranks(slice(demand.layer, demand.layer + 1))[0]
+        answer = split(demand, Where.FETCH)
+        return sorted(answer, key=lambda pair: (pair[1] is Where.FETCH, -ranks[pair[0]], pair[0]))
+
+
 def noisy(future: Future, layers: int, experts: int, recall: float, garble: bool, seed: int) -> Future:
     """A forecast of `future` that is right with probability `recall` for each use; see `Foreseen`."""
     rng = np.random.default_rng(seed)
@@ -126,7 +140,7 @@ class Lookahead(Composed):
 
     def parts(self, setup: Setup) -> Parts:
         order = Foreseen(self.ahead, self.beyond, self.recall, self.garble)
-        return Parts(order, IfBetter(order))
+        return Parts(order, IfBetter(order), dispatch=BestFirst(order))
 
 
 class InThisStep(Prefetcher):
@@ -182,7 +196,8 @@ class OracleWindow(Composed):
 
     def parts(self, setup: Setup) -> Parts:
         order = Foreseen(None, self.beyond, self.recall, self.garble, within_step=True)
-        return Parts(order, IfBetter(order), prefetch=[InThisStep(order)] if self.prefetch else [])
+        ahead = [InThisStep(order)] if self.prefetch else []
+        return Parts(order, IfBetter(order), prefetch=ahead, dispatch=BestFirst(order))
 
 
 def _check_recall(recall: float) -> None:
