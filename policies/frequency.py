@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from .interface import Demand, Key, Scope, Setup, StepInfo, View
-from .orders import Ranked
+from .orders import BestFirst, Ranked
 from .parts import Composed, IfBetter, Parts
 
 
@@ -24,7 +24,7 @@ class Counts(Ranked):
     def used(self, demand: Demand, view: View) -> None:
         super().used(demand, view)
         if self._in_cache:
-            self.scores[demand.layer, [k.expert for k in demand.keys if not view.resident(k)]] = 0
+            self.scores[demand.layer, [e for e in demand.experts if e not in demand.held]] = 0
         if self._accepted_only:
             self._uncounted.append(demand)
         else:
@@ -55,7 +55,7 @@ class Lfu(Composed):
 
     def parts(self, setup: Setup) -> Parts:
         order = Counts(self.accepted_only)
-        return Parts(order, IfBetter(order) if self.bypass else None)
+        return _retaining(order) if self.bypass else Parts(order)
 
 
 @dataclass
@@ -73,6 +73,11 @@ class LfuInCache(Composed):
 
     def parts(self, setup: Setup) -> Parts:
         return Parts(Counts(in_cache=self.reset))
+
+
+def _retaining(order: Ranked) -> Parts:
+    """After each event the best of residents and fetched ones stay."""
+    return Parts(order, IfBetter(order), dispatch=BestFirst(order))
 
 
 class FrequencyByAge(Counts):
@@ -98,7 +103,7 @@ class Lfru(Composed):
 
     def parts(self, setup: Setup) -> Parts:
         order = FrequencyByAge(self.accepted_only)
-        return Parts(order, IfBetter(order) if self.bypass else None)
+        return _retaining(order) if self.bypass else Parts(order)
 
 
 class HalvedCounts(Counts):

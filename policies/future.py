@@ -35,3 +35,7 @@ class Future:
         uses = self._uses[key.layer][key.expert]
         at = bisect_right(uses, step)
         return uses[at] if at < len(uses) else NEVER
+
+    def uses(self, key: Key) -> int:
+        """How many steps need `key`."""
+        return len(self._uses[key.layer][key.expert])

@@ -16,23 +16,24 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..traces.errors import InputError
 from .clairvoyant import Min
+from .fiddler import Fiddler
+from .frequency import DecayedLfu, Lfru, Lfu, LfuInCache, Lrfu
 from .hybrimoe import HybriMoe, HybriMoeRelease
 from .interface import Policy
+from .kt import KtDynamic, KtFrequency, KtFront, KtRandom, KtUniform
+from .llamacpp import LlamacppCache, NCpuMoe
 from .lookahead import Lookahead, OracleWindow
-from .recency import ArLru
+from .placement import Hindsight
+from .queues import S3Fifo, Slru
+from .recency import ArLru, Fifo, LeastStale
 from .spac import MoeSpac, MoeSpacRelease
 from .static import Static
 
 OWN: tuple[type[Policy], ...] = (
-    ArLru,
-    HybriMoe,
-    HybriMoeRelease,
-    Lookahead,
-    Min,
-    MoeSpac,
-    MoeSpacRelease,
-    OracleWindow,
-    Static,
+    *(NCpuMoe, Static, KtUniform, KtFront, KtRandom, KtFrequency, KtDynamic, Fiddler),
+    *(ArLru, Fifo, Lfu, LfuInCache, Lfru, DecayedLfu, Lrfu, LeastStale, Slru, S3Fifo, LlamacppCache),
+    *(HybriMoe, HybriMoeRelease, MoeSpac, MoeSpacRelease),
+    *(Hindsight, Lookahead, Min, OracleWindow),
 )
 GROUP = "moe_spac.policies"  # entry points by which other packages offer policies
 

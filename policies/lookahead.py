@@ -1,6 +1,6 @@
 """Clairvoyant policies that see a little of the future: what is a forecast worth as a reason to evict?"""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -8,9 +8,9 @@ import numpy as np
 
 from .frequency import FrequencyByAge
 from .future import NEVER, Future
-from .interface import Demand, Key, Scope, Setup, StepInfo, View, Where
-from .orders import Ranked
-from .parts import Composed, Dispatcher, IfBetter, Parts, Prefetcher, split
+from .interface import Demand, Key, Scope, Setup, StepInfo, View
+from .orders import BestFirst
+from .parts import Composed, IfBetter, Parts, Prefetcher
 
 SEEN = float(1 << 40)  # above every rank of what is not foreseen, and small enough for exact sums of event numbers
 Beyond = Literal["lru", "lfru"]
@@ -73,19 +73,6 @@ class Foreseen(FrequencyByAge):
         coming, horizon = self.coming[layers], self.horizon
         unseen = super().ranks(layers) if self._beyond == "lfru" else 0.0
         return np.where(coming <= horizon, 2 * SEEN - (coming - self._event), unseen)
-
-
-class BestFirst(Dispatcher):
-    """Residents, then misses from the highest rank down. What was kept for this layer cannot be evicted for a sibling,
-    so only in this order do the best of residents and fetched ones remain."""
-
-    def __init__(self, order: Ranked) -> None:
-        self._order = order
-
-    def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
-        ranks = self._order.ranks(slice(demand.layer, demand.layer + 1))[0]
-        answer = split(demand, Where.FETCH)
-        return sorted(answer, key=lambda pair: (pair[1] is Where.FETCH, -ranks[pair[0]], pair[0]))
 
 
 def noisy(future: Future, layers: int, experts: int, recall: float, garble: bool, seed: int) -> Future:

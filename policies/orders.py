@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .interface import Candidates, Demand, Key, Setup, View, Where
-from .parts import VictimOrder
+from .parts import Dispatcher, VictimOrder, split
 
 
 class Lru(VictimOrder):
@@ -36,7 +36,7 @@ class Lru(VictimOrder):
             uses[key] = self._event
             uses.move_to_end(key)
 
-    def serve(self, demand: Demand, view: View) -> list[tuple[int, Where]]:
+    def serve(self, demand: Demand) -> list[tuple[int, Where]]:
         """`used` and the plain dispatcher's answer in one loop, for the policy that is nothing else."""
         self._event += 1
         uses = self._group(demand.layer)
@@ -44,7 +44,7 @@ class Lru(VictimOrder):
         for key in demand.keys:
             uses[key] = self._event
             uses.move_to_end(key)
-            if view.resident(key):
+            if key.expert in demand.held:
                 hits.append((key.expert, Where.GPU))
             else:
                 misses.append((key.expert, Where.FETCH))
@@ -127,3 +127,19 @@ class Ranked(VictimOrder):
     def _rank(self, key: Key) -> tuple[float, int]:
         score = self.ranks(slice(key.layer, key.layer + 1))[0, key.expert]
         return float(score), int(self.last[key])
+
+
+class BestFirst(Dispatcher):
+    """Residents, then the misses from the highest rank down.
+
+    What was kept for a layer cannot be evicted for a sibling, so `IfBetter` leaves the best of residents and fetched
+    ones only if these come in this order.
+    """
+
+    def __init__(self, order: Ranked) -> None:
+        self._order = order
+
+    def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
+        ranks = self._order.ranks(slice(demand.layer, demand.layer + 1))[0]
+        answer = split(demand, Where.FETCH)
+        return sorted(answer, key=lambda pair: (pair[1] is Where.FETCH, -ranks[pair[0]], pair[0]))

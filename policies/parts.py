@@ -7,13 +7,14 @@ constructor. Most published policies add a single new part; docs/policies.md sho
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from ..traces.schema import Kind
 from .future import Future
 from .interface import Candidates, Demand, Forecast, Key, LayerReport, Policy, Setup, StepInfo, View, Where
+from .prefill import cheaper_absent
 
 
 class Part:
@@ -152,20 +153,31 @@ class Dispatcher(Part):
     """Who computes each needed expert. This one: residents first, then the misses, fetched."""
 
     def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
-        return split(demand, view, Where.FETCH)
+        return split(demand, Where.FETCH)
 
 
 class OnCpu(Dispatcher):
-    """Residents on the GPU, misses on the CPU; streamed if there is no CPU tier or the batch has `offload_tokens`."""
+    """Residents on the GPU, misses on the CPU; streamed where there is no CPU tier.
 
-    def __init__(self, offload_tokens: int = 32) -> None:
-        self._offload_tokens = offload_tokens
+    offload_tokens: batches of so many tokens are streamed, too; "auto": layers for which that takes less time.
+    """
+
+    def __init__(self, offload_tokens: int | Literal["auto"] = 32) -> None:
+        self._offload_tokens: int | Literal["auto"] = offload_tokens
 
     def setup(self, setup: Setup) -> None:
-        self._cpu = setup.cpu
+        self._cpu, self._costs = setup.cpu, setup.costs
 
     def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
-        return split(demand, view, Where.CPU if self._cpu and len(demand.ids) < self._offload_tokens else Where.STREAM)
+        return split(demand, self._missing(demand))
+
+    def _missing(self, demand: Demand) -> Where:
+        if not self._cpu:
+            return Where.STREAM
+        if self._offload_tokens == "auto":
+            loads = [n for e, n in zip(demand.experts, demand.loads, strict=True) if e not in demand.held]
+            return cheaper_absent(loads, self._costs)
+        return Where.CPU if len(demand.ids) < self._offload_tokens else Where.STREAM
 
 
 class DraftControl(Part):
@@ -225,6 +237,12 @@ class Composed(Policy):
         self._used = self._tell["used"]
         self._selective = _overrides(parts.admission, Admission, "admits")
         self._asked: dict[Key, Prefetcher] = {}  # who asked for what is not yet there
+        silent = {name for name in ("transfer_done", "layer_ends") if not self._tell[name]}
+        if not parts.prefetch:
+            silent.add("next_fetch")
+        else:
+            silent.discard("transfer_done")
+        self.deaf = frozenset(name for name in silent if not _overrides(self, Composed, name))
         self._told("setup", setup)
 
     def _told(self, event: str, *what: Any) -> None:
@@ -306,18 +324,18 @@ def _listeners(parts: Sequence[Part], event: str) -> list[Callable[..., None]]:
     return [getattr(part, event) for part in parts if _overrides(part, Part, event)]
 
 
-def _overrides(part: Part, base: type[Part], method: str) -> bool:
-    return getattr(type(part), method) is not getattr(base, method)
+def _overrides(one: object, base: type, method: str) -> bool:
+    return getattr(type(one), method) is not getattr(base, method)
 
 
-def split(demand: Demand, view: View, missing: Where) -> list[tuple[int, Where]]:
+def split(demand: Demand, missing: Where) -> list[tuple[int, Where]]:
     """Residents on the GPU, ascending, then all others `missing`, ascending."""
     hits, misses = [], []
-    for key in demand.keys:
-        if view.resident(key):
-            hits.append((key.expert, Where.GPU))
+    for expert in demand.experts:
+        if expert in demand.held:
+            hits.append((expert, Where.GPU))
         else:
-            misses.append((key.expert, missing))
+            misses.append((expert, missing))
     return hits + misses
 
 

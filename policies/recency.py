@@ -71,8 +71,13 @@ class ArLru(Composed):
         self._lru = Lru()
         return Parts(self._lru, IfBetter(self._lru), prefetch=_ahead(self.spec_topk))
 
+    def setup(self, setup: Setup) -> None:
+        super().setup(setup)
+        if not self.spec_topk:
+            self.deaf |= {"transfer_done"}  # a miss has its place already, and nothing else lands
+
     def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
-        return super().dispatch(demand, view) if self.spec_topk else self._lru.serve(demand, view)
+        return super().dispatch(demand, view) if self.spec_topk else self._lru.serve(demand)
 
 
 class Arrival(Ranked):
@@ -80,9 +85,7 @@ class Arrival(Ranked):
 
     def used(self, demand: Demand, view: View) -> None:
         super().used(demand, view)
-        for key in demand.keys:
-            if not view.resident(key):
-                self.scores[key] = self.now
+        self.scores[demand.layer, [e for e in demand.experts if e not in demand.held]] = self.now
 
     def transfer_done(self, key: Key, size: int, ns: int) -> None:
         super().transfer_done(key, size, ns)

@@ -1,0 +1,189 @@
+"""Where experts start, for policies that move few or none: by rule, by measured counts, by hindsight."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from ..traces.errors import InputError
+from ..traces.schema import Kind
+from .future import Future
+from .interface import Candidates, Demand, Key, Scope, Setup, StepInfo, View
+from .parts import Composed, Never, OnCpu, Parts, Placement, Prefetcher, VictimOrder
+
+
+def best(counts: np.ndarray, slots: tuple[int, ...]) -> list[Key]:
+    """The experts with most counts, [L, E], as many as there are slots in each layer, or in one pool; ties by key."""
+    experts = counts.shape[1]
+    if len(slots) == 1:
+        order = np.argsort(-counts.reshape(-1), kind="stable")[: slots[0]]
+        return [Key(*divmod(id_, experts)) for id_ in order.tolist()]
+    rows = [np.argsort(-row, kind="stable")[:n].tolist() for row, n in zip(counts, slots, strict=True)]
+    return [Key(layer, e) for layer, row in enumerate(rows) for e in row]
+
+
+class Filled(Placement):
+    """Whole layers from the first on, and the lowest ids of the next one."""
+
+    def setup(self, setup: Setup) -> None:
+        self._setup = setup
+
+    def keys(self) -> Iterable[Key]:
+        experts = self._setup.experts
+        ids = range(min(sum(self._setup.slots), self._setup.layers * experts))
+        return (Key(*divmod(id_, experts)) for id_ in ids)
+
+
+class Drawn(Placement):
+    """Any experts of any layers, drawn with a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def setup(self, setup: Setup) -> None:
+        self._setup = setup
+
+    def keys(self) -> Iterable[Key]:
+        layers, experts = self._setup.layers, self._setup.experts
+        drawn = np.random.default_rng(self._seed).permutation(layers * experts)[: sum(self._setup.slots)]
+        return [Key(*divmod(id_, experts)) for id_ in sorted(drawn.tolist())]
+
+
+class Popular(Placement, VictimOrder):
+    """Most counts [L, E] stay. The counts come from a trace or a file, or from `FirstPrompt`; until then they are 0."""
+
+    def __init__(self, frequencies: str = "") -> None:
+        self._frequencies = frequencies
+
+    def setup(self, setup: Setup) -> None:
+        self.slots = setup.slots
+        self.counts = np.zeros((setup.layers, setup.experts))
+        if self._frequencies:
+            self.counts = read_counts(self._frequencies, setup.layers, setup.experts)
+
+    def keys(self) -> Iterable[Key]:
+        return best(self.counts, self.slots) if self._frequencies else ()
+
+    def first(self, layer: int, candidates: Candidates, view: View) -> Key | None:
+        return min(candidates, key=lambda key: (self.counts[key], key), default=None)
+
+    def better(self, incoming: Key, victim: Key) -> bool:
+        return bool(self.counts[incoming] > self.counts[victim])
+
+
+class FirstPrompt(Prefetcher):
+    """Counts the first prompt's choices, and when it is over fills the slots with the experts that it chose most."""
+
+    def __init__(self, popular: Popular) -> None:
+        self._popular = popular
+        self._reading, self._done = False, False
+        self._wanted: list[Key] = []
+
+    def step_begins(self, step: StepInfo) -> None:
+        prompt = step.kind is Kind.PREFILL
+        if self._reading and not prompt:
+            self._done = True
+            self._wanted = [k for k in best(self._popular.counts, self._popular.slots) if self._popular.counts[k]][::-1]
+        self._reading = prompt and not self._done
+
+    def used(self, demand: Demand, view: View) -> None:
+        if self._reading:
+            self._popular.counts[demand.layer, list(demand.experts)] += demand.loads
+
+    def next_fetch(self, view: View) -> Key | None:
+        while self._wanted:
+            key = self._wanted.pop()
+            if not view.resident(key) and not view.in_flight(key):
+                return key
+        return None
+
+    def replaces(self, incoming: Key, victim: Key, view: View) -> bool:
+        return self._popular.better(incoming, victim)
+
+
+def popular_parts(frequencies: str) -> tuple[Popular, list[Prefetcher]]:
+    """Placement by measured counts, and what measures them if no file does."""
+    popular = Popular(frequencies)
+    return popular, [] if frequencies else [FirstPrompt(popular)]
+
+
+def check_source(frequencies: str) -> None:
+    """InputError if there is no such trace or file of counts. "" is none."""
+    if frequencies and not frequencies.endswith(".json"):
+        from ..traces.reader import resolve
+
+        resolve(frequencies)
+    elif frequencies and not Path(frequencies).is_file():
+        raise InputError(f"frequencies={frequencies}: no such file")
+
+
+@lru_cache(maxsize=2)
+def read_counts(frequencies: str, layers: int, experts: int) -> np.ndarray:
+    """[L, E] counts: from a JSON file, L lists of E numbers, or of a trace's choices (rejected drafts left out).
+
+    InputError if there is no such file, or its shape is another model's.
+    """
+    check_source(frequencies)
+    counts = _listed(frequencies) if frequencies.endswith(".json") else _counted(frequencies)
+    if counts.shape != (layers, experts):
+        is_, wanted = (" x ".join(map(str, shape)) for shape in (counts.shape, (layers, experts)))
+        raise InputError(f"frequencies={frequencies}: counts of {is_}, and the model has {wanted} (layers x experts)")
+    return counts
+
+
+def _listed(path: str) -> np.ndarray:
+    try:
+        counts = np.array(json.loads(Path(path).read_text()), dtype=float)
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"frequencies={path}: not a JSON list of lists of numbers: {error}") from None
+    if counts.ndim != 2 or not np.isfinite(counts).all() or (counts < 0).any():
+        raise InputError(f"frequencies={path}: give one list for each MoE layer, of one number from 0 for each expert")
+    return counts
+
+
+def _counted(path: str) -> np.ndarray:
+    from ..traces.reader import open_trace
+
+    trace = open_trace(path)
+    shape = trace.header.target
+    layers = np.arange(len(shape.moe_layers))
+    counts = np.zeros((len(layers), shape.experts))
+    for step in trace.steps():
+        ids = step.experts[step.kept]
+        np.add.at(counts, (layers[:, None], ids), 1)
+    return counts
+
+
+class Hindsights(Popular):
+    """Counts the steps of the future that need each expert."""
+
+    def reveal(self, future: Future) -> None:
+        for layer, row in enumerate(self.counts):
+            for expert in range(len(row)):
+                row[expert] = future.uses(Key(layer, expert))
+
+    def keys(self) -> Iterable[Key]:
+        return best(self.counts, self.slots)
+
+
+@dataclass
+class Hindsight(Composed):
+    """The best placement that never changes, chosen from the whole trace: what moving experts is worth.
+
+    The experts that most layer events need are resident, the rest runs on the CPU. `scope=layer` gives every layer
+    the same number of slots, `scope=global` the number that serves best. Among static placements no other has more
+    hits (distinct experts of a layer event); it needs the future and cannot run live.
+    """
+
+    name: ClassVar[str] = "hindsight"
+    clairvoyant: ClassVar[bool] = True
+    scope: Scope = "layer"
+    offload_tokens: int | Literal["auto"] = 32
+
+    def parts(self, setup: Setup) -> Parts:
+        seen = Hindsights()
+        return Parts(seen, Never(), seen, dispatch=OnCpu(self.offload_tokens))
