@@ -5,16 +5,17 @@ policy did in prefill, or placed before the first step, helps it at the start of
 at all. So every run is granted whatever content of the slots suits it best, for nothing; this is what keeps the bounds
 true for every placement, and why a trace of many short runs has looser ones.
 
-**Misses, M\\*.** Let R_e be what is resident, or on its way into a slot of its own, at the gate of event e (one layer of
-one step); |R_e| <= slots. In a run a policy makes x copies that are ordered and used in it, and lets the CPU serve y
+**Misses, M\\*.** Let R_e be what is resident, or on its way into a slot of its own, at the gate of event e (one layer
+of one step); |R_e| <= slots. In a run a policy makes x copies that are ordered and used in it, and lets the CPU serve y
 needed experts. Claim: x + y >= M*, the misses of Belady's rule with bypass, event by event, from the best content.
-Proof: let Q be R_0 at the first event, then Q_(e+1) = (Q_e + needed by e) & R_(e+1). It never exceeds the slots and
-gains only what an event needed, so it is a demand cache with bypass and has at least M* misses. Each of its misses
-(e, i) is charged to the CPU's work on i in e, or, if the GPU did it, to the copy that brought i: that of e itself, or,
-if i was in R_e, one ordered after the last gate at which i was in Q or needed, as i has been outside R since. No copy is
-charged twice, because the next miss of i is charged to one ordered after e. Belady's rule is optimal among demand
-caches with bypass and equal sizes (exchange argument; the tests compare it with exhaustive search). The same holds for
-every prefix of a run, at once. Copies that are never used, or cancelled, only add to the link's time.
+Proof: let Q be R at the first gate, and after e let Q be what is in R at the next gate of (Q + what e needed). It never
+exceeds the slots and gains only what an event needed, so it is a demand cache with bypass and has at least M* misses.
+Each of its misses (e, i) is charged to the CPU's work on i in e, or, if the GPU did that, to the copy that brought i:
+that of e itself, or, if i was in R_e, one ordered after the last gate at which i was in Q or needed, as i was outside R
+in between. No copy is charged twice, because the next miss of i is charged to one ordered after e. Belady's rule is
+optimal among demand caches with bypass and equal sizes (exchange argument; the tests compare it with exhaustive
+search), and so for every prefix of a run at once. Copies that are never used, or cancelled, only add to the link's
+time.
 
 **Time.** Decode time is the GPU's timeline, so it is at least the link's busy time with those x copies, and the sum of
 what the GPU does or waits for: steps, drafts, dense parts, decisions, and each layer's serving, during which that
@@ -27,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 
 import numpy as np
 
@@ -313,7 +315,7 @@ def _least_sum(curves: list[tuple[list[int], int]]) -> Callable[[int], int]:
     for values, times in curves:
         total += values[0] * times
         hull = _hull(values)
-        pieces += [((b - a) * times, (values[b] - values[a]) * times) for a, b in zip(hull, hull[1:], strict=False)]
+        pieces += [((b - a) * times, (values[b] - values[a]) * times) for a, b in pairwise(hull)]
     pieces.sort(key=lambda piece: piece[1] / piece[0])
     at, heights = [0], [total]
     for width, rise in pieces:
@@ -368,10 +370,7 @@ def _layered_ns(serving: list[tuple[_Event, int]], costs: Costs, around: int, mi
 
 
 def _fluid_ns(kinds: Counter[Loads], rates: Rates, around: int, misses: int, size: int, cpu: bool) -> int:
-    """O6: max over the resources, each with the least it can have to do if the CPU serves y; the best y.
-
-    The engine rounds a flow's rate down to bytes a second, hence the millionth off the DRAM's time.
-    """
+    """O6: max over the resources, each with the least it can have to do if the CPU serves y; the best y."""
     costs, loads = rates.costs, Counter[int]()
     for kind, times in kinds.items():
         for tokens in kind:
@@ -381,13 +380,20 @@ def _fluid_ns(kinds: Counter[Loads], rates: Rates, around: int, misses: int, siz
     by_cpu = _least_of([(costs.cpu_ns(tokens), times) for tokens, times in reversed(most_first)])
     needed = sum(loads.values())
     everything = gpu(needed)
-    dram_ns = misses * size * (10**9 - 1000) // rates.dram_bytes_per_s
     fluid = _least_max(
         by_cpu,
         lambda y: max(around + everything - gpu(y), (misses - y) * costs.copy_ns),
         needed if cpu else 0,
     )
-    return max(fluid, dram_ns)
+    return max(fluid, _dram_ns(rates, misses * size, cpu))
+
+
+def _dram_ns(rates: Rates, size: int, cpu: bool) -> int:
+    """DRAM's time for all misses, whoever serves them, less a millionth, as the engine rounds a flow's rate down to
+    whole bytes a second. Like it, do not charge DRAM where moving an expert takes no time at all."""
+    costs = rates.costs
+    free = costs.copy_bytes_ns == 0 or (cpu and costs.cpu_ns(1) == costs.cpu_fixed_ns)
+    return 0 if free else size * (10**9 - 1000) // rates.dram_bytes_per_s
 
 
 def _least_of(priced: list[tuple[int, int]]) -> Callable[[int], int]:
