@@ -134,14 +134,20 @@ def slots_for_context(
 
 
 def card_with(
-    slots: int, machine: Machine, shape: ModelShape, draft: DraftShape | None, context: int, pooled: bool
+    slots: int,
+    machine: Machine,
+    shape: ModelShape,
+    draft: DraftShape | None,
+    context: int,
+    pooled: bool,
+    more: Mapping[str, int] | None = None,
 ) -> Card:
     """What the card has left beside `slots` slots in all and their staging.
 
     Near full the driver may begin to move memory to the host without a word: a larger cache was seen to run 7 times
     slower there (Crow#86).
     """
-    taken = taken_by(machine, shape, draft, context)
+    taken = taken_by(machine, shape, draft, context, more)
     headroom = taken.pop("headroom")
     held = (slots + staging_for(slots, shape, pooled)) * shape.expert_bytes
     card = round(machine["gpu.vram"])

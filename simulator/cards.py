@@ -1,7 +1,7 @@
 """A profile for a card that nobody measured: the figures on its box, and the share of such that others achieved."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..traces.errors import InputError
@@ -59,41 +59,71 @@ CPU = Share(0.8, 0.75, 0.85, "expert GEMV against stream on three hosts (FreeTok
 class Box:
     """What a user says of a card and its host; None: not said. `vram` in bytes."""
 
-    vram: int
+    vram: int | None = None
     gpu_bandwidth: str | None = None
     link: str | None = None
     ram_bandwidth: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Guess:
+class Guess:
+    """An entry's value, how far it may be off (slow, fast), and why."""
+
     value: float
     spread: Spread
     source: str
 
 
+ANY_CPU = Guess(400e9, (0.5, 2.0), "200 to 800 GFLOP/s: desktop CPUs of 6 to 16 cores")
+
+
 def uncalibrated(name: str, box: Box) -> Profile:
-    """A profile of a card by that name whose every entry is assumed. InputError for a figure that cannot be read."""
-    gpu = _achieved(GPU, _rate(GPU.flag, box.gpu_bandwidth))
-    ram = _achieved(RAM, _rate(RAM.flag, box.ram_bandwidth))
-    guesses = {
-        "gpu.bandwidth": gpu,
-        "gpu.compute": _of(gpu, COMPUTE),
-        "link.bandwidth": _achieved(LINK, _link(box.link)),
-        "host.bandwidth": ram,
-        "cpu.bandwidth": _of(ram, CPU),
-        "cpu.compute": _Guess(400e9, (0.5, 2.0), "200 to 800 GFLOP/s: desktop CPUs of 6 to 16 cores"),
-    }
+    """A profile of a card by that name whose every entry is assumed; `box.vram` must be said.
+
+    InputError for a figure that cannot be read.
+    """
     lent = load_machine(HOST)
     quantities = {
         entry: replace(q, basis="assumed", source=f"as on {lent.name}: {q.source}")
         for entry, q in lent.quantities.items()
     }
-    quantities |= {entry: Quantity(g.value, "assumed", g.source) for entry, g in guesses.items()}
-    quantities["gpu.vram"] = Quantity(float(box.vram), "spec", "--vram")
+    quantities["gpu.vram"] = Quantity(float(box.vram or 0), "spec", "--vram")
     machine = Machine(name, "uncalibrated: nobody measured this card", quantities)
-    spread = {**calibrated(machine).spread, **{entry: g.spread for entry, g in guesses.items()}}
-    return Profile(machine, False, spread)
+    gpu, link, ram = _rate(GPU.flag, box.gpu_bandwidth), _link(box.link), _rate(RAM.flag, box.ram_bandwidth)
+    guesses = {**_card(gpu), **_copies(link), **_host(ram), "cpu.compute": ANY_CPU}
+    return replace(_guessed(calibrated(machine), guesses), calibrated=False)
+
+
+def adapted(machine: Machine, box: Box) -> Profile:
+    """A preset with another card's, link's or host's figures where the box states them; these are assumed."""
+    guesses: dict[str, Guess] = {}
+    if (gpu := _rate(GPU.flag, box.gpu_bandwidth)) is not None:
+        guesses |= _card(gpu)
+    if (link := _link(box.link)) is not None:
+        guesses |= _copies(link)
+    if (ram := _rate(RAM.flag, box.ram_bandwidth)) is not None:
+        guesses |= _host(ram)
+    return _guessed(calibrated(machine), guesses)
+
+
+def _guessed(profile: Profile, guesses: Mapping[str, Guess]) -> Profile:
+    found = {entry: Quantity(g.value, "assumed", g.source) for entry, g in guesses.items()}
+    machine = replace(profile.machine, quantities={**profile.machine.quantities, **found})
+    return replace(profile, machine=machine, spread={**profile.spread, **{e: g.spread for e, g in guesses.items()}})
+
+
+def _card(stated: float | None) -> dict[str, Guess]:
+    bandwidth = _achieved(GPU, stated)
+    return {"gpu.bandwidth": bandwidth, "gpu.compute": _of(bandwidth, COMPUTE)}
+
+
+def _copies(stated: float | None) -> dict[str, Guess]:
+    return {"link.bandwidth": _achieved(LINK, stated)}
+
+
+def _host(stated: float | None) -> dict[str, Guess]:
+    stream = _achieved(RAM, stated)
+    return {"host.bandwidth": stream, "cpu.bandwidth": _of(stream, CPU)}
 
 
 def missing(box: Box) -> list[str]:
@@ -106,20 +136,20 @@ def missing(box: Box) -> list[str]:
     return [flag for flag, text in given if text is None]
 
 
-def _achieved(figure: Figure, stated: float | None) -> _Guess:
+def _achieved(figure: Figure, stated: float | None) -> Guess:
     share = figure.share
     middle, low, high = figure.unknown if stated is None else (stated, stated, stated)
     value = middle * share.usual
     said = f"{figure.flag} not given, {figure.guess}" if stated is None else f"{figure.flag} {stated / 1e9:g} GB/s"
     spread = low * share.worst / value, high * share.best / value
-    return _Guess(value, spread, f"{said}; {share.worst:g} to {share.best:g} of it is achieved: {share.why}")
+    return Guess(value, spread, f"{said}; {share.worst:g} to {share.best:g} of it is achieved: {share.why}")
 
 
-def _of(base: _Guess, share: Share) -> _Guess:
+def _of(base: Guess, share: Share) -> Guess:
     slow, fast = base.spread
     spread = slow * share.worst / share.usual, fast * share.best / share.usual
     words = f"{share.worst:g} to {share.best:g} of the bandwidth: {share.why}; {base.source}"
-    return _Guess(base.value * share.usual, spread, words)
+    return Guess(base.value * share.usual, spread, words)
 
 
 def _rate(flag: str, text: str | None) -> float | None:

@@ -92,6 +92,7 @@ def count(config: Mapping[str, Any], name: str, source: str) -> ModelSize:
         body=_body(c, layers, len(moe), linear),
         embedding=table,
         head=0 if c.fields.get("tie_word_embeddings", False) else table,
+        latent=c.get("kv_lora_rank", default=0) > 0,
         kv_growing=(layers - linear - windowed) * _kept(c),
         kv_window=windowed * _kept(c),
         window=c.get("sliding_window", "attention_chunk_size") if windowed else 0,
@@ -194,7 +195,10 @@ def _kept(c: Config) -> int:
 
 
 def _published(c: Config) -> Format:
-    """The format of the published weights: `quantization_config` where there is one, else the data type."""
+    """The format of the published weights: `quantization_config` where there is one, else the data type.
+
+    Bits are 0 where it is not understood, which matters only if nothing else is asked for.
+    """
     dtype = str(c.fields.get("torch_dtype") or c.fields.get("dtype") or "bfloat16").removeprefix("torch.")
     plain = DTYPES.get(dtype, "bf16")
     bits = FORMATS[plain]
@@ -208,7 +212,7 @@ def _published(c: Config) -> Format:
         return Format(method, FORMATS[method], FORMATS[method], bits)
     width = quantized.get("bits") or (4 if quantized.get("load_in_4bit") else None)
     if not isinstance(width, int):
-        raise InputError(f"{c.source}: quantization_config {method!r} is not understood; give --quant")
+        return Format(method, 0.0, 0.0, 0.0)
     group = quantized.get("group_size") or 0
     packed = width + (20 / group if isinstance(group, int) and group > 0 else 0)  # a 16-bit scale, a 4-bit zero
     return Format(f"{method}-{width}bit", packed, packed, bits)

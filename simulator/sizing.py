@@ -44,6 +44,7 @@ class ModelSize:
     """Parameter counts of a model and what its keys and values take.
 
     `expert`: one routed expert. `body`: all that is neither a routed expert nor `embedding` or `head` (0 where tied).
+    `latent`: keys and values are kept compressed (MLA).
     `kv_growing`: numbers kept for every token; `kv_window`: for each of the last `window` tokens; `state_bytes`: what
     linear attention keeps, whatever the context. `longest`: tokens that the model was made for. `published`: the
     format of its weights. A dense model has no `moe_layers`.
@@ -62,6 +63,7 @@ class ModelSize:
     body: int
     embedding: int
     head: int
+    latent: bool
     kv_growing: int
     kv_window: int
     window: int
@@ -116,7 +118,7 @@ class ModelSize:
 
     def as_draft(self, kv: str = "fp16") -> DraftShape:
         """As a draft, in its published format."""
-        form = self.published
+        form = known_format(self)
         bits = self.body * form.body + self.routed * form.experts + (self.embedding + self.head) * form.tables
         return DraftShape(self.name, self.layers, round(bits / 8), round(self.kv_growing * KV_FORMATS[kv] / 8))
 
@@ -127,7 +129,7 @@ def format_for(text: str, size: ModelSize) -> Format:
     A named one holds for every weight, as in a GGUF file of that kind.
     """
     if text == "published":
-        return size.published
+        return known_format(size)
     bits = FORMATS.get(text.lower())
     if bits is None:
         try:
@@ -137,6 +139,13 @@ def format_for(text: str, size: ModelSize) -> Format:
     if not 1 <= bits <= 32:
         raise InputError(f"--quant {text}: unknown; choose published, {', '.join(FORMATS)}, or bits such as 4.5bit")
     return Format(text.lower(), bits, bits, bits)
+
+
+def known_format(size: ModelSize) -> Format:
+    """The format of the published weights; InputError if their configuration does not make it plain."""
+    if not size.published.experts:
+        raise InputError(f"{size.source}: quantization_config {size.published.name!r} is not understood; give --quant")
+    return size.published
 
 
 def known_models() -> list[str]:
