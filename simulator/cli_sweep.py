@@ -56,7 +56,7 @@ def sweep(
     strict: Annotated[bool, typer.Option("--strict", help="Exit 1 unless all cells are ok.")] = False,
 ) -> int:
     """Run every policy on every trace, machine, cache size and draft length; one table of all, resumable."""
-    from .cli import DEFAULT_MACHINE, DEFAULT_POLICIES, command_of
+    from .cli_run import DEFAULT_MACHINE, DEFAULT_POLICIES, command_of
     from .compare import OPTIMUM
     from .machine import load_machine
     from .sweep import plan
@@ -128,7 +128,7 @@ def _sizes(
     replay: "Replay", machine: "Machine", policies: "Sequence[Policy]", flags: tuple[str | None, str | None, str | None]
 ) -> list[int]:
     """Slots over all layers. --vram alone needs to know how long the texts get."""
-    from .cli import sizes_for
+    from .cli_sizes import sizes_for
     from .compare import Job
     from .sweep import load_for, source_of
 

@@ -1,43 +1,58 @@
 """Several policies over one trace on one machine: every policy, cache size and mode is a run of its own.
 
-Modes: "sd" replays the trace with its verify steps; "ar" the same text without speculation. A policy that fails does
+Modes: "sd" replays the trace with its verify steps, "ar" the same text without speculation. A policy that fails does
 not stop the others. The order of the outcomes, and every number in them, is the same for any number of processes.
+
+Beside the policies stand references: the offline optimum MIN, AR-LRU as the base of "gap closed" (run even if nobody
+asked for it, and then not ranked), and the fluid bound, which no lossless policy can be faster than.
 """
 
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..policies.load import load_policy
-from ..traces.redraft import windowed
+from ..traces.redraft import redrafted, windowed
+from ..traces.schema import DraftShape
 from ..traces.views import Steps, autoregressive
-from .engine import Run
+from .bounds import Bounds, bounds
+from .engine import Run, future_of
 from .machine import Machine, rates_for
-from .metrics import OK, Limited, Load, Metrics, Table, gaps, load_of, measure, status_of, table_of
+from .metrics import OK, Limited, Load, Metrics, Table, gaps, load_of, measure, status_of, table_of, time_gap
+from .prefetch_metrics import Layers, layer_spread
+from .regret import watch
 from .run import simulate
 from .verdict import Verdict, judge
 
 SD, AR = "sd", "ar"
 OPTIMUM, BASE = "min", "ar-lru"
+LENGTHS = (1, 2, 4, 8)  # draft lengths to try where none are named
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A trace and what to take of it: the first `limit` steps; `window` > 0 assumes a draft of that length."""
+    """A trace and what to take of it: the first `limit` steps; `window` > 0 assumes a draft of that length, accepted
+    with the chance `acceptance`, with the costs of `draft` (None: drafting is free)."""
 
     trace: Steps
     limit: int = 0
     window: int = 0
     acceptance: float = 0.0
     seed: int = 0
+    draft: DraftShape | None = None
 
-    def view(self, mode: str) -> Steps:
-        """The steps to replay in a mode. InputError if a draft is assumed for a trace that has one."""
+    def view(self, mode: str, draft_length: int | None = None) -> Steps:
+        """The steps to replay in a mode; `draft_length` None: as recorded or assumed.
+
+        InputError if a draft is assumed for a trace that has one, or another length is wanted of one that has none.
+        """
         trace = Limited(self.trace, self.limit)
         if mode == AR:
             return autoregressive(trace)
-        return windowed(trace, self.window, self.acceptance, self.seed) if self.window else trace
+        if self.window:
+            return windowed(trace, draft_length or self.window, self.acceptance, self.seed, self.draft)
+        return trace if draft_length is None else redrafted(trace, draft_length, self.seed)
 
     @property
     def speculates(self) -> bool:
@@ -46,16 +61,32 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run to do: a policy as it was asked for, expert slots in all, and the mode."""
+    """One run to do: a policy as it was asked for, expert slots in all, and the mode.
+
+    draft_length: cut the text again for drafts of that length. size: which cases are compared with each other; the
+    slots, unless a draft leaves less memory for experts than plain decoding has. reference: not to be ranked.
+    """
 
     policy: str
     slots: int
     mode: str
+    draft_length: int | None = None
+    size: int | None = None
+    reference: bool = False
+
+    @property
+    def view(self) -> str:
+        """Names the steps that it replays."""
+        return self.mode if self.draft_length is None else f"{self.mode}, draft length {self.draft_length}"
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a case. A failed one has no metrics and no steps; `reference` marks the offline optimum."""
+    """What became of a case. A failed one has no metrics and no steps.
+
+    reference: the offline optimum, or a base that nobody asked for. draft_length: the trace's, or what it was `cut`
+    to; 0 in plain decoding. bound: of everything that could have been done with these steps and slots.
+    """
 
     policy: str
     slots: int
@@ -63,8 +94,13 @@ class Outcome:
     status: str
     lossless: bool
     reference: bool
+    size: int
+    draft_length: int = 0
+    cut: bool = False
     metrics: Metrics = field(default_factory=dict)
     steps: Table = field(default_factory=dict)
+    layers: Layers = field(default_factory=dict)
+    bound: Bounds | None = None
 
     @property
     def failed(self) -> bool:
@@ -79,43 +115,84 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every case shares."""
+    """What every case shares. `loads` by `Case.view`. protect: prefill leaves the cache alone. regret: also judge
+    every eviction, which takes time. bounded: also work out the bounds."""
 
     source: Source
     machine: Machine
     loads: dict[str, Load]
     seed: int = 0
+    protect: bool = False
+    regret: bool = False
+    bounded: bool = False
 
 
-def cases_for(policies: Sequence[str], slots: Sequence[int], modes: Sequence[str], optimum: bool = True) -> list[Case]:
-    """Cache sizes x policies x modes, the optimum last of its size."""
-    wanted = list(dict.fromkeys(policies))
-    if optimum:
-        wanted = [p for p in wanted if p != OPTIMUM] + [OPTIMUM]
-    return [Case(policy, size, mode) for size in dict.fromkeys(slots) for policy in wanted for mode in modes]
+def cases_for(
+    policies: Sequence[str], sizes: Sequence[int | Mapping[str, int]], modes: Sequence[str], optimum: bool = True
+) -> list[Case]:
+    """Cache sizes x policies x modes, references last of their size. A size is a number of slots, or one a mode."""
+    asked = [p for p in dict.fromkeys(policies) if not (optimum and p == OPTIMUM)]
+    added = [p for p in (BASE, OPTIMUM) if p not in asked] if optimum else []
+    cases = []
+    for size in sizes:
+        slots = size if isinstance(size, Mapping) else dict.fromkeys(modes, size)
+        cases += [
+            Case(policy, slots[mode], mode, size=slots[modes[0]], reference=policy in added)
+            for policy in [*asked, *added]
+            for mode in modes
+        ]
+    return list(dict.fromkeys(cases))
+
+
+def length_cases(outcomes: Sequence[Outcome], lengths: Sequence[int], only: Outcome | None = None) -> list[Case]:
+    """The speculative runs again with other draft lengths: of all ranked policies and sizes, or those of `only`."""
+    chosen = [o for o in outcomes if o.mode == SD and not o.reference and not o.cut and o.status == OK]
+    if only:
+        chosen = [o for o in chosen if (o.policy, o.size) == (only.policy, only.size)]
+    return [Case(o.policy, o.slots, SD, n, o.size) for o in chosen for n in dict.fromkeys(lengths) if n > 0]
 
 
 def loads_for(source: Source, modes: Sequence[str]) -> dict[str, Load]:
     return {mode: load_of(source.view(mode)) for mode in modes}
 
 
+def loads_of(source: Source, cases: Sequence[Case]) -> dict[str, Load]:
+    views = {c.view: c for c in cases}
+    return {name: load_of(source.view(c.mode, c.draft_length)) for name, c in views.items()}
+
+
 def run_case(job: Job, case: Case, progress: Callable[[int], None] | None = None) -> Outcome:
     """Replay and measure. InputError for a damaged trace; a policy's own failure is in the outcome's status."""
     policy = load_policy(case.policy)
-    trace = job.source.view(case.mode)
-    run = simulate(trace, policy, job.machine, case.slots, job.seed, progress)
-    shape = trace.header.target
-    outcome = Outcome(case.policy, case.slots, case.mode, status_of(run, shape), policy.lossless, policy.clairvoyant)
+    trace = job.source.view(case.mode, case.draft_length)
+    shape, load = trace.header.target, job.loads[case.view]
+    picks = None
+    if job.regret:
+        picks = watch(policy, future_of(shape, trace.steps()), len(shape.moe_layers), load.steps)
+    run = simulate(trace, policy, job.machine, case.slots, job.seed, progress, protect=job.protect)
+    outcome = Outcome(
+        policy=case.policy,
+        slots=case.slots,
+        mode=case.mode,
+        status=status_of(run, shape, load),
+        lossless=policy.lossless,
+        reference=policy.clairvoyant or case.reference,
+        size=case.slots if case.size is None else case.size,
+        draft_length=trace.header.draft_length,
+        cut=case.draft_length is not None,
+    )
     if not outcome.failed:
-        _measure(outcome, run, trace, job)
+        _measure(outcome, run, trace, load, job.machine, policy.channels)
+        outcome.metrics |= picks.metrics() if picks else {}
     return outcome
 
 
-def _measure(outcome: Outcome, run: Run, trace: Steps, job: Job) -> None:
+def _measure(outcome: Outcome, run: Run, trace: Steps, load: Load, machine: Machine, channels: frozenset[str]) -> None:
     shape = trace.header.target
-    rates = rates_for(job.machine, shape, trace.header.draft)
-    outcome.steps = table_of(run.steps)
-    outcome.metrics = measure(run, outcome.steps, shape, rates, job.loads[outcome.mode])
+    rates = rates_for(machine, shape, trace.header.draft)
+    outcome.steps, outcome.layers = table_of(run.steps), run.layers
+    outcome.metrics = measure(run, outcome.steps, shape, rates, load, channels)
+    outcome.metrics |= layer_spread(run.layers, run.decode.assignments // len(shape.moe_layers))
 
 
 def run_cases(
@@ -126,11 +203,13 @@ def run_cases(
 
     def tell(steps: int) -> None:
         if progress:
-            progress(sum(job.loads[c.mode].steps for c in cases[: len(outcomes)]) + steps)
+            progress(sum(job.loads[c.view].steps for c in cases[: len(outcomes)]) + steps)
 
     for outcome in _each(job, cases, jobs, tell):
         outcomes.append(outcome)
         tell(0)
+    if job.bounded:
+        _add_bounds(job, outcomes)
     _add_gaps(outcomes)
     return outcomes
 
@@ -158,34 +237,57 @@ def _work(case: Case) -> Outcome:
     return run_case(_job, case)
 
 
-def find(outcomes: Sequence[Outcome], policy: str, slots: int, mode: str) -> Outcome | None:
-    """The outcome of a case, if it ran to its end."""
+def find(outcomes: Sequence[Outcome], policy: str, size: int, mode: str) -> Outcome | None:
+    """The outcome of a case at its recorded draft length, if it ran to its end."""
     for o in outcomes:
-        if (o.policy, o.slots, o.mode) == (policy, slots, mode) and not o.failed:
+        if (o.policy, o.size, o.mode, o.cut) == (policy, size, mode, False) and not o.failed:
             return o
     return None
 
 
+def _add_bounds(job: Job, outcomes: Sequence[Outcome]) -> None:
+    """One set of bounds for every number of slots and mode; runs at other draft lengths get none."""
+    found: dict[tuple[int, str], Bounds] = {}
+    for o in outcomes:
+        if not o.cut and o.slots:
+            if (o.slots, o.mode) not in found:
+                trace = job.source.view(o.mode)
+                rates = rates_for(job.machine, trace.header.target, trace.header.draft)
+                found[o.slots, o.mode] = bounds(trace, rates, o.slots)
+            o.bound = found[o.slots, o.mode]
+
+
 def _add_gaps(outcomes: Sequence[Outcome]) -> None:
     for o in outcomes:
-        best = find(outcomes, OPTIMUM, o.slots, o.mode)
-        if o.failed or best is None or o.metrics["hit_rate_unique"] is None:
+        if o.failed or o.cut:
             continue
-        base = find(outcomes, BASE, o.slots, o.mode)
-        o.metrics |= gaps(o.metrics, best.metrics, base.metrics if base else None)
+        base = find(outcomes, BASE, o.size, o.mode)
+        best = find(outcomes, OPTIMUM, o.size, o.mode)
+        if best and o.metrics["hit_rate_unique"] is not None:
+            o.metrics |= gaps(o.metrics, best.metrics, base.metrics if base else None)
+        if o.bound:
+            o.metrics |= time_gap(o.metrics, base.metrics if base else None, o.bound.fluid_ns)
 
 
-def winner(outcomes: Sequence[Outcome], slots: int) -> Outcome | None:
+def winner(outcomes: Sequence[Outcome], size: int) -> Outcome | None:
     """The fastest run of a cache size, in whichever mode, by a policy that keeps tokens exact and needs no future."""
-    fit = [o for o in outcomes if o.slots == slots and o.lossless and not o.reference and o.speed > 0]
+    fit = [o for o in outcomes if o.size == size and not o.cut and o.lossless and not o.reference and o.speed > 0]
     return max(fit, key=lambda o: o.speed, default=None)
+
+
+def by_length(outcomes: Sequence[Outcome], policy: str, size: int) -> dict[int, Outcome]:
+    """Runs of one policy and size by draft length, plain decoding being 0; ascending."""
+    mine = [o for o in outcomes if (o.policy, o.size) == (policy, size) and o.speed > 0]
+    found = {o.draft_length: o for o in sorted(mine, key=lambda o: o.cut)}
+    return dict(sorted(found.items()))
 
 
 def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
     """Whether speculation pays, for every policy and cache size with an "ok" run in both modes."""
     found = []
     for sd in outcomes:
-        ar = find(outcomes, sd.policy, sd.slots, AR)
-        if sd.mode == SD and sd.speed > 0 and ar is not None and ar.speed > 0:
-            found.append(judge(sd.policy, sd.slots, sd.metrics, ar.metrics))
+        ar = find(outcomes, sd.policy, sd.size, AR)
+        if sd.mode == SD and not sd.cut and sd.speed > 0 and ar is not None and ar.speed > 0:
+            speeds = {n: o.speed for n, o in by_length(outcomes, sd.policy, sd.size).items()}
+            found.append(judge(sd.policy, sd.size, sd.metrics, ar.metrics, speeds, sd.draft_length))
     return [v for v in found if v is not None]

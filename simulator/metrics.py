@@ -1,7 +1,8 @@
 """What a run comes to: pure functions from a run to flat numbers whose names carry their units.
 
 Conventions: decode means everything after prefill, verify steps included; rates come from summed times, never from
-averaged rates; a number that has no meaning in a run (acceptance without a draft) is None.
+averaged rates; a number that has no meaning in a run (acceptance without a draft) is None. `definitions.METRICS` has
+the unit and the meaning of each.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,15 +15,16 @@ import numpy as np
 from ..policies.driver import Counters
 from ..traces.schema import Header, Kind, ModelShape, Step
 from ..traces.views import Steps
+from .definitions import Metrics, per
 from .engine import GPU_LABELS, Run, StepTime
 from .machine import Rates
+from .prefetch_metrics import forecasting, prefetching, traffic
 
 KINDS = tuple(Kind)
 LANES = {"cpu": ("busy",), "link": ("demand", "prefetch"), "dram": ("busy",)}
-Metrics = dict[str, Any]  # numbers, None where one has no meaning, and the name of the bottleneck
 Table = dict[str, np.ndarray]
 
-OK, INACTIVE, TOO_FEW = "ok", "CACHE_INACTIVE", "SLOTS_LT_TOPK"
+OK, INACTIVE, TOO_FEW, UNROUTED = "ok", "CACHE_INACTIVE", "SLOTS_LT_TOPK", "LAYER_WITHOUT_ROUTING"
 
 BOTTLENECKS = {
     "dense": "GPU (attention and dense weights)",
@@ -56,27 +58,48 @@ class Load:
     """What a trace asks of a cache, whatever the policy.
 
     `unions[m]` counts the decode events (one layer of one step) that need m distinct experts; `context` is the longest
-    text in tokens, rejected drafts included; `decodes` the steps that are not prefill.
+    text in tokens, rejected drafts included; `decodes` the steps that are not prefill. Of the forecasts in the trace,
+    `forecast` counts the experts named one layer ahead in decode and `right` those of them that were needed.
+    `unrouted` lists layers where some token has fewer distinct experts than top-k: nobody recorded these.
     """
 
     steps: int
     decodes: int
     context: int
     unions: tuple[int, ...]
+    forecast: int = 0
+    right: int = 0
+    unrouted: tuple[int, ...] = ()
 
 
 def load_of(trace: Steps) -> Load:
     """Read through the trace once."""
-    unions = np.zeros(trace.header.target.experts + 1, np.int64)
-    steps = decodes = context = 0
+    shape = trace.header.target
+    unions = np.zeros(shape.experts + 1, np.int64)
+    short = np.zeros(len(shape.moe_layers), bool)
+    steps = decodes = context = forecast = right = 0
     for step in trace.steps():
         steps += 1
         context = max(context, int(step.positions.max()) + 1)
         if step.kind is not Kind.PREFILL:
             decodes += 1
-            ordered = np.sort(np.moveaxis(step.experts, 1, 0).reshape(step.experts.shape[1], -1), axis=1)
-            np.add.at(unions, 1 + (np.diff(ordered, axis=1) != 0).sum(axis=1), 1)
-    return Load(steps, decodes, context, tuple(unions.tolist()))
+            needed = _chosen(step.experts, shape.experts)
+            sizes = needed.sum(axis=1)
+            short |= sizes < shape.top_k
+            np.add.at(unions, sizes, 1)
+            if step.ahead is not None:
+                named = _chosen(step.ahead[:, :-1, 0], shape.experts)
+                forecast += int(named.sum())
+                right += int((named & needed[1:]).sum())
+    unrouted = tuple(np.flatnonzero(short).tolist())
+    return Load(steps, decodes, context, tuple(unions.tolist()), forecast, right, unrouted)
+
+
+def _chosen(ids: np.ndarray, experts: int) -> np.ndarray:
+    """[L, E] bool: experts that any token chose; ids: [n, L, k]."""
+    chosen = np.zeros((ids.shape[1], experts), bool)
+    chosen[np.arange(ids.shape[1])[:, None], ids] = True
+    return chosen
 
 
 def table_of(steps: Sequence[StepTime]) -> Table:
@@ -109,34 +132,42 @@ def check_times(table: Table) -> None:
         assert np.all((busy >= 0) & (busy <= table["wall_ns"])), f"{lane} is busy for longer than the step takes"
 
 
-def status_of(run: Run, shape: ModelShape) -> str:
-    """ "ok", or why the numbers of this run are not to be read as those of a working cache."""
+def status_of(run: Run, shape: ModelShape, load: Load) -> str:
+    """ "ok", or why the numbers of this run are not to be read as those of a working cache.
+
+    A cache is inactive without slots, and where no expert was ever resident or copied: the policy did nothing.
+    """
     if run.error is not None:
         return f"failed: {run.error}"
-    if run.slots == 0:
+    if 0 < run.slots < shape.top_k * len(shape.moe_layers):
+        return TOO_FEW
+    both = run.prefill + run.decode
+    if run.slots == 0 or both.hits + both.copies + both.joins == 0:
         return INACTIVE
-    return OK if run.slots >= shape.top_k * len(shape.moe_layers) else TOO_FEW
+    return UNROUTED if load.unrouted else OK
 
 
-def measure(run: Run, table: Table, shape: ModelShape, rates: Rates, load: Load) -> Metrics:
-    """All metrics of one finished run. Definitions stand at the functions below."""
+def measure(
+    run: Run, table: Table, shape: ModelShape, rates: Rates, load: Load, channels: Iterable[str] = ()
+) -> Metrics:
+    """All metrics of one finished run. `channels`: forecasts that its policy hears."""
     check_times(table)
     decode = {name: column[table["kind"] != KINDS.index(Kind.PREFILL)] for name, column in table.items()}
+    size, tokens = shape.expert_bytes, int(decode["emitted"].sum())
+    speculation = _speculation(run.decode, decode)
+    heard = load.forecast if "next-gate" in channels else 0
     return {
         **_speed(table, decode),
         **_latency(table, decode),
         **_hits(run),
-        **_traffic(run, decode, shape.expert_bytes),
-        **_prefetching(run, decode, shape.expert_bytes),
-        **_gpu_time(decode),
+        **traffic(run.prefill, run.decode, size, tokens, speculation["accepted_drafts"]),
+        **prefetching(run.prefill, run.decode, size, tokens),
+        **forecasting(run.decode.prefetches, heard, load.right),
+        **_gpu_time(run.decode, decode),
         **_utilisation(run, decode, rates),
-        **_speculation(run.decode, decode),
+        **speculation,
         **_pressure(run.slots, shape, load),
     }
-
-
-def per(total: float, count: float) -> float | None:
-    return float(total / count) if count else None
 
 
 def _speed(table: Table, decode: Table) -> Metrics:
@@ -149,6 +180,7 @@ def _speed(table: Table, decode: Table) -> Metrics:
         "decode_steps": len(decode["wall_ns"]),
         "decode_wall_ns": wall,
         "tokens_per_s": per(tokens * 1e9, wall),
+        "tokens_per_s_end_to_end": per(tokens * 1e9, wall + prefill_wall),
         "prefill_tokens": prefill_tokens,
         "prefill_wall_ns": prefill_wall,
         "prefill_tokens_per_s": per(prefill_tokens * 1e9, prefill_wall),
@@ -160,7 +192,12 @@ def _latency(table: Table, decode: Table) -> Metrics:
     the gap between bursts of tokens; TPOT shares it evenly among the burst's tokens, each of which counts once."""
     step_ms = decode["wall_ns"] / 1e6
     token_ms = np.repeat(step_ms / np.maximum(decode["emitted"], 1), decode["emitted"])
-    return {"ttft_ms_mean": _ttft_ms(table), **_spread("step_ms", step_ms), **_spread("tpot_ms", token_ms)}
+    verify_ms = step_ms[decode["kind"] == KINDS.index(Kind.VERIFY)]
+    spreads = {"step_ms": step_ms, "tpot_ms": token_ms, "verify_ms": verify_ms}
+    found: Metrics = {"ttft_ms_mean": _ttft_ms(table)}
+    for name, values in spreads.items():
+        found |= _spread(name, values)
+    return found
 
 
 def _spread(name: str, values: np.ndarray) -> Metrics:
@@ -182,6 +219,8 @@ def _hits(run: Run) -> Metrics:
     Per unique expert: the same over the distinct experts of each layer event, which is what the link sees."""
     d, p = run.decode, run.prefill
     return {
+        "assignments": d.assignments,
+        "needed": d.needed,
         "hit_rate_assignment": per(d.hit_assignments, d.assignments),
         "hit_rate_unique": per(d.hits, d.needed),
         "prefill_hit_rate_assignment": per(p.hit_assignments, p.assignments),
@@ -190,63 +229,44 @@ def _hits(run: Run) -> Metrics:
     }
 
 
-def _traffic(run: Run, decode: Table, size: int) -> Metrics:
-    """Bytes from host to device for each output token: to keep, to use once, ahead of need."""
-    d, tokens = run.decode, int(decode["emitted"].sum())
-    return {
-        "h2d_bytes_per_token": per(d.copies * size, tokens),
-        "h2d_demand_bytes_per_token": per(d.fetches * size, tokens),
-        "h2d_stream_bytes_per_token": per(d.streams * size, tokens),
-        "h2d_prefetch_bytes_per_token": per(d.prefetches * size, tokens),
-        "prefill_h2d_bytes": run.prefill.copies * size,
-        "evictions": d.evictions,
-        "fallbacks": d.fallbacks,
-    }
-
-
-def _prefetching(run: Run, decode: Table, size: int) -> Metrics:
-    """Over the whole run, because a prefetch of prefill may serve decode. precision: used before eviction, of those
-    issued; late: used, but still on the wire at the gate; wasted: evicted unused."""
-    both = run.prefill + run.decode
-    used = both.prefetches_used + both.prefetches_late
-    return {
-        "prefetches": both.prefetches,
-        "prefetch_precision": per(used, both.prefetches),
-        "prefetch_late_share": per(both.prefetches_late, both.prefetches),
-        "prefetch_wasted_bytes": both.prefetches_wasted * size,
-        "prefetch_wasted_bytes_per_token": per(run.decode.prefetches_wasted * size, int(decode["emitted"].sum())),
-    }
-
-
-def _gpu_time(decode: Table) -> Metrics:
-    """Where a token's time goes on the GPU's timeline, which is the run's; the parts add up to `tpot_ms_mean`."""
+def _gpu_time(counts: Counters, decode: Table) -> Metrics:
+    """Where decode's time goes on the GPU's timeline, which is the run's; the parts add up, in ns and per token."""
     tokens = int(decode["emitted"].sum())
     totals = {label: int(decode[f"gpu_{label}_ns"].sum()) for label in GPU_LABELS}
-    parts: Metrics = {f"gpu_{label}_ms_per_token": per(ns / 1e6, tokens) for label, ns in totals.items()}
-    return {**parts, "bottleneck": max(totals, key=lambda label: totals[label]) if sum(totals.values()) else None}
+    return {
+        **{f"gpu_{label}_ns": ns for label, ns in totals.items()},
+        **{f"gpu_{label}_ms_per_token": per(ns / 1e6, tokens) for label, ns in totals.items()},
+        "bottleneck": max(totals, key=lambda label: totals[label]) if sum(totals.values()) else None,
+        "policy_us_per_event": per(totals["policy"] / 1e3, counts.events),
+    }
 
 
 def _utilisation(run: Run, decode: Table, rates: Rates) -> Metrics:
     """Busy time over wall time; for the link also bytes over what it could have moved, which small copies lower."""
     wall = int(decode["wall_ns"].sum())
     waits = sum(int(decode[f"gpu_{label}_ns"].sum()) for label in ("wait_copy", "wait_cpu"))
-    busy: Metrics = {"gpu_utilisation": per(wall - waits, wall)}
-    for lane, labels in LANES.items():
-        busy[f"{lane}_utilisation"] = per(sum(int(decode[f"{lane}_{label}_ns"].sum()) for label in labels), wall)
-    return {**busy, "link_bandwidth_utilisation": per(run.decode.copies * rates.costs.copy_bytes_ns, wall)}
+    busy = {lane: sum(int(decode[f"{lane}_{label}_ns"].sum()) for label in labels) for lane, labels in LANES.items()}
+    return {
+        "gpu_utilisation": per(wall - waits, wall),
+        "gpu_bubble": per(waits, wall),
+        **{f"{lane}_utilisation": per(ns, wall) for lane, ns in busy.items()},
+        "cpu_bubble": per(wall - busy["cpu"], wall),
+        "link_bandwidth_utilisation": per(run.decode.copies * rates.costs.copy_bytes_ns, wall),
+    }
 
 
 def _speculation(counts: Counters, decode: Table) -> Metrics:
     """Acceptance is of drafted tokens; the union ratio is distinct experts over tokens x top-k, over all layers."""
     verify = decode["kind"] == KINDS.index(Kind.VERIFY)
     steps, drafted = int(verify.sum()), int(decode["drafted"][verify].sum())
-    emitted = int(decode["emitted"][verify].sum())
+    emitted, own = int(decode["emitted"][verify].sum()), int(decode["tokens"][verify].sum()) - drafted
     return {
         "verify_steps": steps,
-        "verify_ms_mean": per(float(decode["wall_ns"][verify].sum()) / 1e6, steps),
         "drafted_per_verify": per(drafted, steps),
         "tokens_per_verify": per(emitted, steps),
-        "acceptance_rate": per(emitted - steps, drafted),
+        "acceptance_rate": per(emitted - own, drafted),
+        "accepted_drafts": emitted - own,
+        "draft_overhead": per(int(decode["gpu_draft_ns"][verify].sum()), int(decode["wall_ns"][verify].sum())),
         "union_ratio": per(counts.needed, counts.assignments),
     }
 
@@ -273,3 +293,13 @@ def gaps(mine: Mapping[str, Any], best: Mapping[str, Any], base: Mapping[str, An
     gap = best["hit_rate_unique"] - mine["hit_rate_unique"]
     whole = best["hit_rate_unique"] - base["hit_rate_unique"] if base else 0.0
     return {"gap_to_optimum": gap, "gap_closed": 1 - gap / whole if whole else None}
+
+
+def time_gap(mine: Mapping[str, Any], base: Mapping[str, Any] | None, bound_ns: int) -> Metrics:
+    """Against the fluid bound of decode, `bound_ns`: its speed, and what share of the way from `base` (AR-LRU) to it
+    is gone, in time, (T_base - T) / (T_base - T_bound)."""
+    whole = base["decode_wall_ns"] - bound_ns if base else 0
+    return {
+        "fluid_bound_tokens_per_s": per(mine["tokens"] * 1e9, bound_ns),
+        "gap_closed_time": (base["decode_wall_ns"] - mine["decode_wall_ns"]) / whole if base and whole > 0 else None,
+    }

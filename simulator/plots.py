@@ -1,4 +1,5 @@
-"""Plots of a comparison, as PNG and SVG: speed by policy, speed and hit rate against slots, where a token's time goes.
+"""Plots of a comparison, as PNG and SVG: speed by policy, speed and hit rate against slots, where a token's time goes,
+speed by draft length. The fluid bound, which no lossless policy can exceed, is a dotted line.
 
 They are read in grey print too: every policy has a marker and a line style, every part of a bar a hatch.
 """
@@ -11,10 +12,11 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from .compare import AR, SD, Outcome
+from .compare import AR, OPTIMUM, SD, Outcome, by_length
 from .engine import GPU_LABELS
 from .metrics import OK
 from .report import names_of, sizes_of
@@ -40,8 +42,12 @@ PANELS = 3
 
 
 def draw_all(folder: Path, outcomes: Sequence[Outcome], layers: int, origin: str) -> None:
-    """Write speed, slots (given several cache sizes) and time into `folder`. `origin` says whence the data."""
+    """Write speed, slots (given several cache sizes), time and lengths (given several draft lengths) into `folder`.
+    `origin` says whence the data."""
     with matplotlib.rc_context(STYLE):
+        if any(o.cut for o in outcomes):
+            _save(lengths(outcomes, layers, origin), folder / "lengths")
+        outcomes = [o for o in outcomes if not o.cut]
         _save(speed(outcomes, layers, origin), folder / "speed")
         if len(sizes_of(outcomes)) > 1:
             _save(against_slots(outcomes, layers, origin), folder / "slots")
@@ -66,9 +72,11 @@ def speed(outcomes: Sequence[Outcome], layers: int, origin: str) -> Figure:
     sizes, names = panel_sizes(outcomes), names_of(outcomes)
     modes = [m for m in (SD, AR) if any(o.mode == m for o in outcomes)]
     figure, panels = _panels(sizes, layers, 1.6 + 0.42 * len(names))
-    top = max((o.speed for o in outcomes if o.slots in sizes), default=0) or 1.0
-    for slots, axes in zip(sizes, panels, strict=True):
-        here = {(o.policy, o.mode): o for o in outcomes if o.slots == slots}
+    top = max((max(o.speed, _bound(o)) for o in outcomes if o.size in sizes), default=0) or 1.0
+    for size, axes in zip(sizes, panels, strict=True):
+        here = {(o.policy, o.mode): o for o in outcomes if o.size == size}
+        for mode, limit in {m: _bound(o) for (_, m), o in here.items() if o.bound}.items():
+            axes.axvline(limit, **_bound_style(mode))
         for row, name in enumerate(names):
             for place, mode in enumerate(modes):
                 y = row + (place - (len(modes) - 1) / 2) * 0.4
@@ -80,16 +88,23 @@ def speed(outcomes: Sequence[Outcome], layers: int, origin: str) -> Figure:
     keys = [
         Patch(edgecolor="black", label=_mode(m), facecolor=MODE_STYLES[m][0], hatch=MODE_STYLES[m][1]) for m in modes
     ]
-    keys.append(
-        Patch(
-            facecolor="white",
-            edgecolor="black",
-            linestyle="--",
-            label="reference (knows the future)",
-        )
-    )
+    keys.append(Patch(facecolor="white", edgecolor="black", linestyle="--", label="reference, not ranked"))
+    keys += [Line2D([], [], label=f"fluid bound, {m.upper()}", **_bound_style(m)) for m in modes if _bounded(outcomes)]
     _finish(figure, "Simulated speed by policy", origin, keys)
     return figure
+
+
+def _bound(o: Outcome) -> float:
+    """Tokens/s that no lossless policy can exceed with these steps and slots; 0 if unknown."""
+    return float((o.bound.tokens_per_s(o.bound.fluid_ns) if o.bound else None) or 0.0)
+
+
+def _bounded(outcomes: Sequence[Outcome]) -> bool:
+    return any(o.bound for o in outcomes)
+
+
+def _bound_style(mode: str) -> dict[str, Any]:
+    return {"color": "black", "linestyle": ":" if mode == SD else (0, (1, 4)), "linewidth": 1.3}
 
 
 def _mode(mode: str) -> str:
@@ -113,11 +128,15 @@ def against_slots(outcomes: Sequence[Outcome], layers: int, origin: str) -> Figu
     left, right = figure.subplots(1, 2)
     for index, name in enumerate(names_of(outcomes)):
         runs = sorted((o for o in outcomes if (o.policy, o.mode) == (name, mode)), key=lambda o: o.slots)
-        style = _line_style(index, runs[0].reference)
+        style = _line_style(index, runs[0])
         good = [o for o in runs if o.status == OK]
         label = _label(name, outcomes) + ("" if len(good) == len(runs) else f": {_short(_first_bad(runs))}")
         for axes, metric in ((left, "tokens_per_s"), (right, "hit_rate_unique")):
             axes.plot([o.slots / layers for o in good], [o.metrics[metric] for o in good], label=label, **style)
+    limits = {o.slots: _bound(o) for o in sorted(outcomes, key=lambda o: o.slots) if o.bound and o.mode == mode}
+    if limits:
+        at = [slots / layers for slots in limits]
+        left.plot(at, list(limits.values()), label="fluid bound (ref)", **_bound_style(mode))
     left.set_ylabel(f"decode, tokens/s, {_mode(mode)}")
     right.set_ylabel("hit rate, by distinct expert of a layer")
     left.set_ylim(bottom=0)
@@ -134,9 +153,11 @@ def _first_bad(runs: Sequence[Outcome]) -> Outcome:
     return next(o for o in runs if o.status != OK)
 
 
-def _line_style(index: int, reference: bool) -> dict[str, Any]:
-    if reference:
-        return {"color": "black", "linestyle": "--", "marker": "_", "linewidth": 1.2}
+def _line_style(index: int, o: Outcome) -> dict[str, Any]:
+    if o.reference:
+        clairvoyant = o.policy == OPTIMUM
+        dashes, marker = ("--", "_") if clairvoyant else ((0, (6, 3)), "|")
+        return {"color": "black", "linestyle": dashes, "marker": marker, "linewidth": 1.2}
     at = index % len(PALETTE)
     return {"color": PALETTE[at], "linestyle": LINES[at], "marker": MARKERS[at], "linewidth": 1.6, "markersize": 5}
 
@@ -146,10 +167,10 @@ def time(outcomes: Sequence[Outcome], layers: int, origin: str) -> Figure:
     sizes = panel_sizes(outcomes)
     rows = [(n, m) for n in names_of(outcomes) for m in (SD, AR) if any((o.policy, o.mode) == (n, m) for o in outcomes)]
     figure, panels = _panels(sizes, layers, 1.9 + 0.27 * len(rows))
-    top = max((o.metrics["tpot_ms_mean"] for o in outcomes if o.slots in sizes and o.status == OK), default=0) or 1.0
+    top = max((o.metrics["tpot_ms_mean"] for o in outcomes if o.size in sizes and o.status == OK), default=0) or 1.0
     used = [label for label in GPU_LABELS if any(o.metrics.get(f"gpu_{label}_ms_per_token") for o in outcomes)]
-    for slots, axes in zip(sizes, panels, strict=True):
-        here = {(o.policy, o.mode): o for o in outcomes if o.slots == slots}
+    for size, axes in zip(sizes, panels, strict=True):
+        here = {(o.policy, o.mode): o for o in outcomes if o.size == size}
         for row, key in enumerate(rows):
             if key in here:
                 _time_bar(axes, row, here[key], used)
@@ -175,19 +196,41 @@ def _time_bar(axes: Axes, row: float, o: Outcome, used: Sequence[str]) -> None:
         begin += width
 
 
+def lengths(outcomes: Sequence[Outcome], layers: int, origin: str) -> Figure:
+    """Tokens/s over the draft length, one line a policy; plain decoding is 0."""
+    tried = [o for o in outcomes if o.cut]
+    sizes = panel_sizes(tried)
+    figure, panels = _panels(sizes, layers, 3.4)
+    names = names_of(tried)
+    for size, axes in zip(sizes, panels, strict=True):
+        for index, name in enumerate(names):
+            runs = by_length(outcomes, name, size)
+            if runs:
+                speeds = [o.speed for o in runs.values()]
+                axes.plot(list(runs), speeds, label=name, **_line_style(index, next(iter(runs.values()))))
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("draft length K (0: plain decoding)")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("decode, tokens/s")
+    shown = {str(line.get_label()): line for axes in panels for line in axes.lines}
+    _finish(figure, "Simulated speed by draft length", origin, list(shown.values()))
+    return figure
+
+
 def _short(o: Outcome) -> str:
     return "failed" if o.failed else o.status
 
 
 def _label(name: str, outcomes: Sequence[Outcome]) -> str:
-    return f"{name} (reference)" if any(o.policy == name and o.reference for o in outcomes) else name
+    return f"{name} (ref)" if any(o.policy == name and o.reference for o in outcomes) else name
 
 
 def _panels(sizes: Sequence[int], layers: int, height: float) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(3.2 + 3.2 * len(sizes), height + 0.7), layout="constrained")
     panels = list(figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0])
-    for slots, axes in zip(sizes, panels, strict=True):
-        axes.set_title(f"{slots / layers:.3g} slots per layer")
+    for size, axes in zip(sizes, panels, strict=True):
+        axes.set_title(f"{size / layers:.3g} slots per layer")
         axes.grid(axis="x", alpha=0.3)
     return figure, panels
 

@@ -5,8 +5,18 @@ import pytest
 from speculated import BROKEN, plain, speculated, write
 
 from moe_spac.simulator.compare import AR, SD, Job, Source, cases_for, loads_for, run_cases
+from moe_spac.simulator.definitions import METRICS
 from moe_spac.simulator.machine import load_machine
-from moe_spac.simulator.report import choice, lines, metrics_document, run_document, table_rows, write_run
+from moe_spac.simulator.report import (
+    choice,
+    fitted,
+    lines,
+    metrics_document,
+    more_rows,
+    run_document,
+    table_rows,
+    write_run,
+)
 from moe_spac.traces.errors import InputError
 from moe_spac.traces.reader import open_trace
 
@@ -17,37 +27,75 @@ def compared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     (folder / "mine.py").write_text(BROKEN)
     source = Source(open_trace(write(speculated(), folder / "t.spac")))
-    job = Job(source, load_machine("rtx4090-pcie4"), loads_for(source, [SD, AR]))
+    job = Job(source, load_machine("rtx4090-pcie4"), loads_for(source, [SD, AR]), bounded=True)
     policies = ["ar-lru", f"{folder / 'mine.py'}:Broken", "static"]
     return job, run_cases(job, cases_for(policies, [8, 12], [SD, AR]))
 
 
-def test_the_table_has_a_row_for_every_size_and_policy_with_the_reference_last(compared):
+def test_the_table_has_a_row_for_every_size_and_policy_with_the_references_last(compared):
     _, outcomes = compared
     rows = table_rows(outcomes, layers=2)
-    assert len(rows) == 8
-    assert [str(r["slots/layer"]) for r in rows] == ["4"] * 4 + ["6"] * 4
-    assert rows[3]["policy"] == rows[7]["policy"] == "min (reference)"
+    assert len(rows) == 10
+    assert [r["slots"] for r in rows] == ["4"] * 5 + ["6"] * 5
+    assert [r["policy"] for r in rows[3:5]] == [r["policy"] for r in rows[8:]] == ["min (ref)", "fluid bound (ref)"]
     assert len({tuple(r) for r in rows}) == 1
 
 
 def test_numbers_of_a_row(compared):
     _, outcomes = compared
-    row = table_rows(outcomes, layers=2)[0]
+    row = table_rows(outcomes, layers=2)[0] | more_rows(outcomes, layers=2)[0]
     sd, ar = outcomes[0].metrics, outcomes[1].metrics
     assert str(row["SD tok/s"]) == f"{sd['tokens_per_s']:.1f}"
     assert str(row["AR tok/s"]) == f"{ar['tokens_per_s']:.1f}"
     assert str(row["SD/AR"]) == f"{sd['tokens_per_s'] / ar['tokens_per_s']:.2f}x"
-    assert str(row["hit"]) == f"{sd['hit_rate_assignment']:.3f}"
+    assert str(row["hit"]) == f"{sd['hit_rate_unique']:.3f}"
+    assert str(row["hit by token"]) == f"{sd['hit_rate_assignment']:.3f}"
     assert str(row["MB/token"]) == f"{sd['h2d_bytes_per_token'] / 1e6:.2f}"
+    assert (str(row["closed"]), str(row["in time"])) == ("0%", "0%")  # it is the base itself
     wait = outcomes[0].steps["gpu_wait_copy_ns"][1:].sum() / outcomes[0].steps["wall_ns"][1:].sum()
-    assert str(row["copy wait"]) == f"{100 * wait:.0f} %"
+    assert str(row["copy wait"]) == f"{100 * wait:.0f}%"
+
+
+def test_the_bound_is_a_row_that_no_other_row_exceeds(compared):
+    for size in (8, 12):
+        rows = table_rows([o for o in compared[1] if o.size == size], layers=2)
+        speeds = [r["SD tok/s"].value for r in rows if r["SD tok/s"]]
+        assert (
+            max(speeds)
+            == speeds[-1]
+            == compared[1][0 if size == 8 else 8].bound.tokens_per_s(compared[1][0 if size == 8 else 8].bound.fluid_ns)
+        )
+
+
+def test_the_table_fits_the_terminal(compared):
+    rows = table_rows(compared[1], layers=2)
+    assert printed_width(fitted(rows, 100)) <= 100
+    assert printed_width(fitted(rows, 80)) <= 80
+    assert {"policy", "hit", "closed", "in time", "status"} <= set(fitted(rows, 80)[0])
+    ok = [r for r in rows if r["status"] == "ok"]
+    assert "status" not in fitted(ok, 80)[0]
+    assert fitted(ok, 1000) == ok
+
+
+def printed_width(rows) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for name in rows[0]:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*("-" if v is None else str(v) for v in row.values()))
+    console = Console(width=400)
+    with console.capture() as got:
+        console.print(table)
+    return max(len(line.rstrip()) for line in got.get().splitlines())
 
 
 def test_a_failed_policy_has_no_numbers(compared):
     row = table_rows(compared[1], layers=2)[1]
     assert row["status"] == "failed"
-    assert all(value is None for name, value in row.items() if name not in ("policy", "slots/layer", "status"))
+    assert all(value is None for name, value in row.items() if name not in ("policy", "slots", "status"))
 
 
 def test_an_inactive_cache_never_makes_a_normal_row_o32():
@@ -55,8 +103,7 @@ def test_an_inactive_cache_never_makes_a_normal_row_o32():
     job = Job(source, load_machine("rtx4090-pcie4"), loads_for(source, [AR]))
     outcomes = run_cases(job, cases_for(["ar-lru"], [0], [AR], optimum=False))
     row = table_rows(outcomes, layers=2)[0]
-    assert row["status"] == "CACHE_INACTIVE"
-    assert row["hit"] is None
+    assert row == {"policy": "ar-lru", "slots": "0", "status": "CACHE_INACTIVE"}
     said = "\n".join(lines(job, "t", outcomes, 2))
     assert "CACHE_INACTIVE" in said
     assert "no winner" in said
@@ -66,7 +113,7 @@ def test_lines_say_where_the_numbers_are_from_and_what_they_mean(compared):
     job, outcomes = compared
     said = lines(job, "t", outcomes, 2)
     assert said[0].startswith(
-        "t: recorded trace of tiny; simulated machine rtx4090-pcie4 (13 of its 18 entries assumed"
+        "t: recorded trace of tiny; simulated machine rtx4090-pcie4 (20 of its 25 entries assumed"
     )
     assert any("Broken failed: policy Broken, step" in line for line in said)
     assert sum("wins with" in line for line in said) == 2
@@ -92,8 +139,8 @@ def test_assumed_acceptance_is_said():
 def test_the_folder_holds_inputs_numbers_and_steps(compared, tmp_path):
     job, outcomes = compared
     written = write_run(tmp_path / "a" / "b", job, "t", outcomes, "spac-sim run t")
-    assert [p.name for p in written] == ["metrics.json", "run.json", "steps.csv"]
-    assert sorted(p.name for p in (tmp_path / "a" / "b").iterdir()) == ["metrics.json", "run.json", "steps.csv"]
+    names = ["layers.csv", "metrics.json", "run.json", "steps.csv"]
+    assert [p.name for p in written] == sorted(p.name for p in (tmp_path / "a" / "b").iterdir()) == names
     run = json.loads((tmp_path / "a/b/run.json").read_text())
     assert run["trace"]["header"]["target"]["name"] == "tiny"
     assert len(run["trace"]["sha256"]) == 64
@@ -116,12 +163,28 @@ def test_steps_csv_adds_up_to_the_metrics(compared, tmp_path):
         assert sum(int(v) for k, v in r.items() if k.startswith("gpu_")) == int(r["wall_ns"])
 
 
+def test_layers_csv_adds_up_to_the_metrics(compared, tmp_path):
+    job, outcomes = compared
+    write_run(tmp_path, job, "t", outcomes, "")
+    with (tmp_path / "layers.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * sum(not o.failed for o in outcomes)
+    for o in (o for o in outcomes if not o.failed):
+        mine = [r for r in rows if (r["policy"], r["slots"], r["mode"]) == (o.policy, str(o.slots), o.mode)]
+        assert sum(int(r["needed"]) for r in mine) == o.metrics["needed"]
+        assert sum(int(r["hits"]) for r in mine) / o.metrics["needed"] == pytest.approx(o.metrics["hit_rate_unique"])
+        assert sum(int(r["wait_copy_ns"]) for r in mine) == o.metrics["gpu_wait_copy_ns"]
+        assert sum(int(r["wait_cpu_ns"]) for r in mine) == o.metrics["gpu_wait_cpu_ns"]
+        ratios = [float(r["union_ratio"]) for r in mine]
+        assert (min(ratios), max(ratios)) == (o.metrics["union_ratio_layer_min"], o.metrics["union_ratio_layer_max"])
+
+
 def test_the_same_comparison_writes_the_same_bytes_o30(compared, tmp_path):
     job, _ = compared
     for name in ("one", "two"):
         outcomes = run_cases(job, cases_for(["ar-lru", "static"], [8], [SD, AR]))
         write_run(tmp_path / name, job, "t", outcomes, "")
-    for file in ("metrics.json", "run.json", "steps.csv"):
+    for file in ("layers.csv", "metrics.json", "run.json", "steps.csv"):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
 
 
@@ -147,7 +210,11 @@ def test_a_folder_that_cannot_be_is_bad_input(compared, tmp_path):
 def test_documents_are_plain_json(compared):
     job, outcomes = compared
     document = json.loads(json.dumps(metrics_document(outcomes), allow_nan=False))
-    assert {"runs", "verdicts", "winners"} == set(document)
+    assert {"runs", "bounds", "verdicts", "winners"} == set(document)
+    ok = next(r for r in document["runs"] if r["status"] == "ok")
+    about = {"policy", "slots", "mode", "draft_length", "cut", "status", "reference", "lossless"}
+    assert set(ok) - about <= set(METRICS)
+    assert {(b["size"], b["mode"]) for b in document["bounds"]} == {(8, "sd"), (8, "ar"), (12, "sd"), (12, "ar")}
     failed = [r for r in document["runs"] if r["status"] != "ok"]
     assert len(failed) == 4
     assert all("tokens_per_s" not in r for r in failed)

@@ -10,7 +10,7 @@ from moe_spac.policies.load import read_policy_file
 from moe_spac.simulator.cli import main
 from moe_spac.simulator.machine import load_machine, show_machine
 
-FAST = ("--no-plots", "--policy", "static", "--no-optimum")
+FAST = ("--no-plots", "--no-optimum", "--policy", "static")
 
 
 @pytest.fixture
@@ -33,13 +33,25 @@ def sim(tmp_path, monkeypatch, capsys):
 def test_run_prints_a_table_a_verdict_and_writes_a_folder(sim, tmp_path):
     code, out, err = sim("run", "t.spac", "--slots", "3,6", "--save-winner", "w.toml")
     assert (code, err) == (0, "")
-    for word in ("ar-lru", "hybrimoe", "moe-spac", "static", "min (reference)", "SD tok/s", "here: ", "bottleneck: "):
+    for word in (
+        "ar-lru",
+        "hybrimoe",
+        "moe-spac",
+        "static",
+        "min (ref)",
+        "fluid bound (ref)",
+        "Best draft length of 0, 1, 2, 3, 4, 8: ",
+        "SD tok/s",
+        "here: ",
+        "bottleneck: ",
+    ):
         assert word in out
     folder = tmp_path / "runs" / "t-rtx4090-pcie4"
     names = {p.name for p in folder.iterdir()}
-    assert names == {"run.json", "metrics.json", "steps.csv"} | {
-        f"{n}.{s}" for n in ("speed", "slots", "time") for s in ("png", "svg")
+    assert names == {"run.json", "metrics.json", "steps.csv", "layers.csv"} | {
+        f"{n}.{s}" for n in ("speed", "slots", "time", "lengths") for s in ("png", "svg")
     }
+    assert max(len(line) for line in out.splitlines() if line.startswith(("│", "┃"))) <= 100
     command = json.loads((folder / "run.json").read_text())["command"]
     assert command == "spac-sim run t.spac --slots 3,6 --save-winner w.toml"
     chosen = tomllib.loads((tmp_path / "w.toml").read_text())["chosen"]
@@ -52,6 +64,7 @@ def test_run_prints_a_table_a_verdict_and_writes_a_folder(sim, tmp_path):
         "slots": best["slots"],
         "slots_per_layer": best["slots"] / 2,
         "mode": best["mode"],
+        "draft_length": 3 if best["mode"] == "sd" else 0,
         "tokens_per_s": best["tokens_per_s"],
         "command": command,
     }
@@ -83,11 +96,8 @@ def test_json_is_the_metrics_file(sim, tmp_path):
         (["t.spac", "--policy", "moe-spc"], ["moe-spc", "moe-spac"]),
         (["t.spac", "--machine", "rtx1"], ["--machine", "rtx4090-pcie4"]),
         (["t.spac", "--machine", "bad.toml"], ["bad.toml", "link.bandwidth", "GB/s"]),
-        (["t.spac", "--slots", "1"], ["--slots", "2 experts", "top-k"]),
-        (["t.spac", "--slots", "4,1"], ["--slots", "2 experts"]),
         (["t.spac", "--slots", "9"], ["--slots", "8 experts"]),
         (["t.spac", "--slots", "many"], ["--slots", "6,10,16"]),
-        (["t.spac", "--cache-fraction", "0.01"], ["--cache-fraction", "2 experts"]),
         (["t.spac", "--cache-fraction", "1.5"], ["--cache-fraction", "8 experts"]),
         (["t.spac", "--cache-fraction", "nan"], ["--cache-fraction"]),
         (["t.spac", "--vram", "12 parsecs"], ["--vram", "24GiB"]),
@@ -97,6 +107,10 @@ def test_json_is_the_metrics_file(sim, tmp_path):
         (["plain.spac", "--mode", "sd"], ["--mode sd", "--window"]),
         (["t.spac", "--window", "4"], ["--acceptance"]),
         (["t.spac", "--window", "4", "--acceptance", "0.5"], ["--window", "recorded drafts"]),
+        (["t.spac", "--draft", "Qwen3-0.6B"], ["--draft", "--window"]),
+        (["plain.spac", "--window", "2", "--acceptance", "0.5", "--draft", "Qwen4"], ["--draft Qwen4", "qwen3-0.6b"]),
+        (["t.spac", "--draft-lengths", "1,many"], ["--draft-lengths", "0,1,2,4,8"]),
+        (["t.spac", "--draft-lengths", "2", "--mode", "ar"], ["--draft-lengths", "nothing is drafted"]),
         (["t.spac", "--limit-steps", "1"], ["no decode steps"]),
         (["t.spac", "--save-winner", "t.spac/w.toml"], ["--save-winner"]),
         (["t.spac", "--out", "t.spac"], ["--out"]),
@@ -130,20 +144,39 @@ def test_a_failing_policy_leaves_the_others_and_counts_with_strict(sim):
     assert sim("run", "t.spac", "--slots", "3", "--no-plots", "--policy", "mine.py:Broken")[0] == 1
 
 
-def test_slots_0_is_a_status_and_fails_with_strict_o32(sim):
-    words = ("run", "t.spac", "--slots", "0", *FAST)
-    code, out, _ = sim(*words)
+@pytest.mark.parametrize(("slots", "status"), [("0", "CACHE_INACTIVE"), ("1", "SLOTS_LT_TOPK")])
+def test_a_cache_that_cannot_work_is_a_status_and_fails_with_strict_o32(sim, tmp_path, slots, status):
+    words = ("run", "t.spac", "--slots", f"{slots},4", *FAST)
+    code, out, err = sim(*words)
     assert code == 0
-    assert "CACHE_INACTIVE" in out
+    assert status in out
+    assert err.startswith(f"warning: {status}: ")
+    assert len(err.splitlines()) == 1
+    bad, good = ([r for r in runs(tmp_path) if r["slots"] == n] for n in (2 * int(slots), 8))
+    assert {r["status"] for r in bad} == {status}
+    assert {r["status"] for r in good} == {"ok"}
+    row = next(line for line in out.splitlines() if line.startswith("│") and status in line)
+    assert row.count("-") >= 4  # no numbers
     assert sim(*words, "--strict")[0] == 1
 
 
-def test_vram_prints_its_sum(sim):
-    # 8 GiB less 1.75 GiB holds all 16 experts of 1 MB and 8 for staging.
+def runs(folder):
+    return json.loads((folder / "runs/t-rtx4090-pcie4/metrics.json").read_text())["runs"]
+
+
+def test_vram_prints_its_sum_for_each_mode_o37(sim, tmp_path):
+    # 8 GiB less 2 GiB hold all 16 experts of 1 MB and 8 for staging.
     code, out, _ = sim("run", "t.spac", "--vram", "8GiB", *FAST)
     assert code == 0
-    assert "--vram: 8.00 GiB - 1.75 GiB reserved - 1000 B dense weights" in out
+    assert "SD --vram: 8.00 GiB - 1.75 GiB reserved" in out
+    assert "AR --vram: 8.00 GiB - 1.75 GiB reserved" in out
     assert "24 slots, 8 of them for staging, 8.0 a layer" in out
+    # 12 experts less 1 for the draft, staging and slots in 2 layers: plain decoding keeps one more.
+    free = sum(load_machine("rtx4090-pcie4")[e] for e in ("gpu.reserved", "gpu.headroom"))
+    code, out, _ = sim("run", "t.spac", "--vram", f"{round(free + 12.1e6)}B", *FAST[:-1], "ar-lru")
+    assert code == 0
+    slots = {r["mode"]: r["slots"] for r in runs(tmp_path) if not r["cut"]}
+    assert slots == {"sd": 7, "ar": 8}
 
 
 def test_the_default_size_is_the_paper_s_or_what_one_token_needs(sim):
@@ -157,8 +190,35 @@ def test_assumed_drafts_on_a_plain_trace(sim, tmp_path):
     code, out, _ = sim("run", "plain.spac", "--window", "3", "--acceptance", "0.7", *FAST, "--out", "r")
     assert code == 0
     assert "assumed speculation" in out
+    assert "drafting is free here; --draft MODEL charges it" in out
     taken = json.loads((tmp_path / "r/run.json").read_text())["trace"]["taken"]
-    assert taken == {"limit": 0, "window": 3, "acceptance": 0.7, "seed": 0}
+    assert taken == {"limit": 0, "window": 3, "acceptance": 0.7, "seed": 0, "draft": None}
+    free = json.loads((tmp_path / "r/metrics.json").read_text())["runs"][0]["tokens_per_s"]
+    words = ("run", "plain.spac", "--window", "3", "--acceptance", "0.7", "--draft", "Qwen3-0.6B", *FAST, "--json")
+    charged = json.loads(sim(*words)[1])["runs"][0]
+    assert charged["gpu_draft_ms_per_token"] > 0
+    assert charged["tokens_per_s"] < free
+
+
+def test_draft_lengths_asked_for_are_tried_with_every_policy(sim, tmp_path):
+    words = ("run", "t.spac", "--slots", "4", *FAST, "--policy", "ar-lru", "--draft-lengths", "0,1,2")
+    code, out, _ = sim(*words)
+    assert code == 0
+    assert "Decode tokens/s by draft length K" in out
+    found = {(r["policy"], r["draft_length"], r["cut"]) for r in runs(tmp_path)}
+    assert found == {(p, n, n in (1, 2)) for p in ("static", "ar-lru") for n in (0, 1, 2, 3)}
+    assert "other draft lengths: measured at draft length 3, cut again at 1" in out
+    assert "Best draft length of 0, 1, 2, 3: " in out
+
+
+def test_protect_decode_and_regret_are_said(sim, tmp_path):
+    code, out, _ = sim("run", "t.spac", "--slots", "4", "--no-plots", "--policy", "ar-lru", "--protect-decode",
+                       "--regret", "--wide")  # fmt: skip
+    assert code == 0
+    assert "optimal victims" in out
+    document = json.loads((tmp_path / "runs/t-rtx4090-pcie4/run.json").read_text())
+    assert document["protect_decode"] is True
+    assert all("victim_picks" in r for r in runs(tmp_path) if not r["cut"])
 
 
 def test_a_plain_trace_runs_in_one_mode(sim):
@@ -193,7 +253,7 @@ def test_help_loads_no_heavy_library():
 def test_ctrl_c_is_130_and_leaves_no_files(sim, tmp_path, monkeypatch):
     from moe_spac.simulator import compare
 
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(compare, "simulate", interrupted)

@@ -56,6 +56,23 @@ def test_it_does_not_pay():
     assert "no acceptance would be enough" in verdict.words()
 
 
+def test_the_best_draft_length_is_named():
+    sd, ar = runs(verify_ms=60, tokens=4.8)  # 80 tokens/s at length 4, against 100
+    shorter = judge("p", 8, sd, ar, {0: 100, 1: 110, 2: 120, 4: 80}, 4)
+    assert shorter is not None
+    assert (shorter.pays, shorter.best_draft_length) == (False, 2)
+    assert shorter.words().startswith("do not use speculative decoding here with drafts of 4: 0.80x with p.")
+    assert shorter.words().endswith("Best draft length of 0, 1, 2, 4: 2 (1.20x)")
+    none = judge("p", 8, sd, ar, {0: 100, 1: 100, 2: 90, 4: 80}, 4)
+    assert none is not None
+    assert none.best_draft_length == 0
+    assert none.words().startswith("do not use speculative decoding here: 0.80x")
+    assert none.words().endswith("Best draft length of 0, 1, 2, 4: 0, none pays")
+    alone = judge("p", 8, sd, ar, {0: 100, 4: 80}, 4)
+    assert alone is not None
+    assert alone.best_draft_length is None
+
+
 def test_no_verdict_without_verify_steps():
     sd, ar = runs(20, 3)
     assert judge("p", 8, sd | {"verify_steps": 0}, ar) is None
