@@ -46,16 +46,44 @@ def policy_names() -> dict[str, str]:
     return known
 
 
-def load_policy(spec: str) -> Policy:
+def load_policy(spec: str, allow_lossy: bool = True) -> Policy:
     """The policy that `spec` names, not yet set up.
 
     "name" or "name:key=value,key=value"; "path/to/file.py:Class", with parameters likewise; or a policy file
-    "winner.toml" as `save_policy` writes it. InputError says what is unknown and what there is.
+    "winner.toml" as `save_policy` writes it. InputError says what is unknown and what there is; or, without
+    `allow_lossy`, that the policy changes tokens.
     """
     if spec.endswith(".toml"):
-        return read_policy_file(Path(spec))[0]
-    head, parameters = _split(spec)
-    return _construct(head, _find_class(head, Path()), _parse_parameters(spec, parameters))
+        policy = read_policy_file(Path(spec))[0]
+    else:
+        head, parameters = _split(spec)
+        policy = _construct(head, _find_class(head, Path()), _parse_parameters(spec, parameters))
+    if not (policy.lossless or allow_lossy):
+        raise InputError(f"--policy {spec}: this policy changes the model's output; run it with --allow-lossy")
+    return policy
+
+
+def describe(spec: str) -> dict[str, Any]:
+    """What is to be known about a policy: its parameters with type and default, its docstring, where its code is.
+
+    `spec` names it as for `load_policy`; given parameters take the place of defaults. InputError as there.
+    """
+    policy = load_policy(spec)
+    cls = type(policy)
+    doc = inspect.getdoc(cls) if cls.__doc__ else ""
+    return {
+        "name": policy.name,
+        "about": _first_line(cls),
+        "parameters": [
+            {"name": name, "value": getattr(policy, name), "type": _type_words(kind)}
+            for name, kind in parameter_types(cls).items()
+        ],
+        "scope": policy.scope,
+        "lossless": policy.lossless,
+        "clairvoyant": policy.clairvoyant,
+        "description": doc,
+        "source": f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}",
+    }
 
 
 def read_policy_file(path: Path) -> tuple[Policy, dict[str, Any]]:
@@ -209,6 +237,12 @@ def _convert(where: str, value: Any, kind: Any) -> Any:
             return kind(value)
     names = {bool: "true or false", int: "a whole number", float: "a number"}
     raise InputError(f"{where}={value}: must be {names.get(kind, getattr(kind, '__name__', kind))}")
+
+
+def _type_words(kind: Any) -> str:
+    if get_origin(kind) in (Union, types.UnionType, Literal):
+        return " | ".join(_type_words(k) for k in get_args(kind))
+    return "none" if kind is type(None) else str(getattr(kind, "__name__", kind))
 
 
 def _first_line(cls: type) -> str:

@@ -55,6 +55,9 @@ def run(
     protect_decode: Annotated[
         bool, typer.Option("--protect-decode", help="Prefill copies experts, use them once and leave the cache alone.")
     ] = False,
+    allow_lossy: Annotated[
+        bool, typer.Option("--allow-lossy", help="Also run policies that change the model's output.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of policies and of assumed acceptance.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder of results. Default runs/TRACE-MACHINE.")] = None,
     save_winner: Annotated[Path | None, typer.Option(metavar="W.toml", help="Write the winner's policy file.")] = None,
@@ -78,7 +81,7 @@ def run(
     from .machine import load_machine
 
     specs = list(dict.fromkeys(policy or DEFAULT_POLICIES))
-    loaded = {spec: load_policy(spec) for spec in specs}
+    loaded = {spec: load_policy(spec, allow_lossy) for spec in specs}
     profile = load_machine(machine)
     opened = open_trace(trace, strict)
     warn_if_unfinished(opened)

@@ -41,7 +41,14 @@ def sweep(
     acceptance: Annotated[
         float | None, typer.Option(min=0, max=1, help="Assumed chance of a draft's token, for traces without drafts.")
     ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="With --acceptance: whose drafting is charged, e.g. Qwen3-0.6B."),
+    ] = None,
     limit_steps: Annotated[int, typer.Option(min=0, help="Only the first N steps of each trace; 0: all.")] = 0,
+    allow_lossy: Annotated[
+        bool, typer.Option("--allow-lossy", help="Also run policies that change the model's output.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of policies and of assumed acceptance.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder of results; finished cells in it are not done again.")] = Path(
         "runs/sweep"
@@ -51,27 +58,26 @@ def sweep(
         str | None,
         typer.Option(metavar="ADDRESS", help="Work on this Dask cluster, whose workers reach the traces by path."),
     ] = None,
-    optimum: Annotated[bool, typer.Option("--optimum/--no-optimum", help="Add the offline optimum.")] = True,
+    optimum: Annotated[
+        bool, typer.Option("--optimum/--no-optimum", help="Add the references: offline optimum, AR-LRU, fluid bound.")
+    ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit 1 unless all cells are ok.")] = False,
 ) -> int:
     """Run every policy on every trace, machine, cache size and draft length; one table of all, resumable."""
     from .cli_run import DEFAULT_MACHINE, DEFAULT_POLICIES, command_of
-    from .compare import OPTIMUM
     from .machine import load_machine
     from .sweep import plan
 
     wanted = list(dict.fromkeys(policy or DEFAULT_POLICIES))
-    if optimum:
-        wanted = [p for p in wanted if p != OPTIMUM] + [OPTIMUM]
-    loaded = _policies(wanted)
+    loaded = _policies(wanted, allow_lossy)
     profiles = _distinct([load_machine(name) for name in dict.fromkeys(machine or [DEFAULT_MACHINE])])
-    replays = _replays(traces, draft_lengths, acceptance, limit_steps, seed)
+    replays = _replays(traces, draft_lengths, acceptance, draft, limit_steps, seed)
 
     def sizes(replay: "Replay", profile: "Machine") -> list[int]:
         return _sizes(replay, profile, loaded, (slots, cache_fraction, vram))
 
-    cells = plan(replays, profiles, wanted, sizes, seed)
+    cells = plan(replays, profiles, wanted, sizes, seed, optimum)
     _work(out, cells, jobs, dask)
     rows = _rows(out, cells)
     manifest = _manifest(command_of(ctx), replays, profiles, wanted, rows)
@@ -88,10 +94,10 @@ def _failed(row: "Row") -> bool:
     return row["status"].startswith("failed")
 
 
-def _policies(specs: Sequence[str]) -> "list[Policy]":
+def _policies(specs: Sequence[str], allow_lossy: bool) -> "list[Policy]":
     from ..policies.load import load_policy
 
-    return [load_policy(spec) for spec in specs]
+    return [load_policy(spec, allow_lossy) for spec in specs]
 
 
 def _distinct(machines: "list[Machine]") -> "list[Machine]":
@@ -103,20 +109,21 @@ def _distinct(machines: "list[Machine]") -> "list[Machine]":
 
 
 def _replays(
-    traces: Sequence[str], lengths: str | None, acceptance: float | None, limit: int, seed: int
+    traces: Sequence[str], lengths: str | None, acceptance: float | None, draft: str | None, limit: int, seed: int
 ) -> "list[Replay]":
+    from .sizing import find_size
     from .sweep import replays_of
 
-    drafts = _drafts(lengths)
-    found = [r for trace in dict.fromkeys(traces) for r in replays_of(trace, drafts, limit, acceptance, seed)]
-    if acceptance is not None and not any(r.acceptance is not None for r in found):
-        raise InputError(
-            "--acceptance: nothing to assume it for; it goes with --draft-lengths on a trace without drafts"
-        )
+    wanted = _lengths(lengths)
+    drafter = find_size(draft, "--draft").as_draft() if draft else None
+    found = [r for t in dict.fromkeys(traces) for r in replays_of(t, wanted, limit, acceptance, drafter, seed)]
+    given = "--acceptance" if acceptance is not None else "--draft" if draft else ""
+    if given and not any(r.acceptance is not None for r in found):
+        raise InputError(f"{given}: no draft is assumed; give a trace without drafts and --draft-lengths above 0")
     return found
 
 
-def _drafts(text: str | None) -> list[int | None]:
+def _lengths(text: str | None) -> list[int | None]:
     """None stands for "recorded"."""
     words = [word.strip() for word in (text or "0,recorded").split(",")]
     if not all(word == "recorded" or word.isdecimal() for word in words):
@@ -136,7 +143,7 @@ def _sizes(
     loads = {replay.mode: load_for(replay)} if vram else {}
     job = Job(source_of(replay), machine, loads)
     budgets = vram.split(",") if vram else [None]
-    return [size for budget in budgets for size in sizes_for(slots, fraction, budget, job, policies)[0]]
+    return [size for budget in budgets for size in sizes_for(slots, fraction, budget, job, policies, replay.mode)[0]]
 
 
 def _work(out: Path, cells: "Sequence[Cell]", jobs: int, dask: str | None) -> None:
@@ -234,15 +241,18 @@ def _tell(out: Path, rows: "list[Row]") -> None:
             "tok/s": number(row, "tokens_per_s", 1),
             "hit": number(row, "hit_rate_assignment", 3),
             "to optimum": number(row, "gap_to_optimum", 3),
+            "bound tok/s": number(row, "fluid_bound_tokens_per_s", 1),
         }
         for row in best_rows(rows)
     ]
     show_table("Fastest of each trace, machine and size", table)
     for policy, status, count in _bad(rows):
         say(f"{policy}: {count} of its cells {'has' if count == 1 else 'have'} the status {status}")
-    assumed = dict.fromkeys(row["trace"] for row in rows if row["draft"].startswith("assumed"))
+    assumed = [row for row in rows if row["draft"].startswith("assumed")]
     if assumed:
-        say(f"no draft ran, so drafting costs nothing and its acceptance is assumed: {', '.join(assumed)}")
+        free = "" if assumed[0]["draft_model"] else ", and costs nothing"
+        said = dict.fromkeys(row["trace"] for row in assumed)
+        say(f"no draft ran: what would be accepted is assumed{free}: {', '.join(said)}")
     synthetic = dict.fromkeys(row["trace"] for row in rows if row["provenance"] == "synthetic")
     if synthetic:
         say(f"SYNTHETIC, no model ran: {', '.join(synthetic)}")
