@@ -68,7 +68,7 @@ class Plan(NamedTuple):
 
     gpu: residents, in working order. copies: experts to bring over now, in order, each run on the GPU as it lands;
     `kept` are those that hold a staging slot until the layer ends, the rest pass through. joins: already on their way
-    here; run when they land. cpu: in working order.
+    here; run when they land. cpu: in working order. load: tokens that chose each needed expert.
     """
 
     demand: Demand
@@ -77,6 +77,7 @@ class Plan(NamedTuple):
     kept: frozenset[int]
     joins: tuple[int, ...]
     cpu: tuple[int, ...]
+    load: dict[int, int]
 
 
 @dataclass
@@ -183,12 +184,15 @@ class Driver:
     def worked(self, key: Key, where: Where, tokens: int, ns: int) -> None:
         self._ask(self.policy.work_done, key, where, tokens, ns)
 
-    def layer_ends(self, report: LayerReport) -> None:
-        """The layer has been served: admit what was fetched, evicting what the policy names, and unpin."""
+    def layer_ends(self, report: LayerReport | None) -> None:
+        """The layer has been served: admit what was fetched, evicting what the policy names, and unpin.
+
+        A policy that does not hear of layers needs no report.
+        """
         self._needed = ()
         if self.cache.staged:
             self._admit()
-        if self.hears_layers:
+        if self.hears_layers and report is not None:
             self._ask(self.policy.layer_ends, report)
         self._layer = None
 
@@ -267,8 +271,8 @@ class Driver:
             count.prefetches_used += len(used)
 
     def _plan(self, demand: Demand, answer: Sequence[tuple[int, Where]]) -> Plan:
-        told = dict(answer)
-        if len(told) != len(demand.experts) or not told.keys() >= set(demand.experts):
+        told, load = dict(answer), demand.load()
+        if told.keys() != load.keys():
             self._complete(demand, told)
         held, flying, keys = demand.held, self.cache.flying, self._keys[demand.layer]
         gpu, copies, fetched, joins, cpu = [], [], [], [], []
@@ -301,7 +305,7 @@ class Driver:
             self._count.cpu += len(cpu)
             if not self.setup.cpu:
                 self._fail(f"sent expert {cpu[0]} to the CPU, and there is no CPU tier")
-        return Plan(demand, tuple(gpu), tuple(copies), kept, tuple(joins), tuple(cpu))
+        return Plan(demand, tuple(gpu), tuple(copies), kept, tuple(joins), tuple(cpu), load)
 
     def _complete(self, demand: Demand, told: dict[int, Where]) -> None:
         """What the policy left out falls back; what it invented fails."""

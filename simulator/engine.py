@@ -141,7 +141,8 @@ class Engine:
         """One MoE layer from its attention to its merged output. ids: [n, k]; ahead: [n, J, k]; `needed`: see
         `Driver.gate`."""
         self._spend(self._dense, "dense")
-        self._catch_up()
+        if self.driver.prefetches:
+            self._catch_up()
         if ahead is not None and "next-gate" in self.driver.policy.channels:
             for forecast in gate_forecasts(layer, ahead, self.driver.setup.layers):
                 self.driver.forecast(forecast)
@@ -178,48 +179,48 @@ class Engine:
         """Both tiers work on one layer's demand; then the driver admits and evicts."""
         gpu, begin = self._gpu, self.now
         copied, waited = gpu["wait_copy"], gpu["wait_cpu"]
-        load = plan.demand.load()
-        cpu_ns = self._cpu_total(plan, load) if plan.cpu else 0
+        cpu_ns = self._cpu_total(plan) if plan.cpu else 0
         if not (plan.copies or plan.joins or plan.cpu):
-            self._work(plan.gpu, load)
-        elif not self._in_closed_form(plan, load, cpu_ns):
-            self._by_events(plan, load, cpu_ns)
+            self._work(plan.gpu, plan.load)
+        elif not self._in_closed_form(plan, cpu_ns):
+            self._by_events(plan, cpu_ns)
         if self.driver.hears_work:
-            self._tell_work(plan, load)
+            self._tell_work(plan)
         if self._on_serve is not None:
             self._on_serve(plan)
-        copied, waited = gpu["wait_copy"] - copied, gpu["wait_cpu"] - waited
-        self._layer_ends(plan, load, LayerReport(plan.demand.layer, self.now - begin, 0, cpu_ns, copied, waited))
+        self._layer_ends(plan, self.now - begin, cpu_ns, gpu["wait_copy"] - copied, gpu["wait_cpu"] - waited)
 
-    def _layer_ends(self, plan: Plan, load: dict[int, int], report: LayerReport) -> None:
-        self._catch_up()
-        driver = self.driver
+    def _layer_ends(self, plan: Plan, wall: int, cpu_ns: int, copied: int, waited: int) -> None:
+        driver, layer = self.driver, plan.demand.layer
+        if driver.prefetches:
+            self._catch_up()
         if driver.policy.write_back:
             self._set_clock()
+        report = None
         if driver.hears_layers:
-            worked = sum(self._gpu_ns[load[e]] for group in (plan.gpu, plan.joins, plan.copies) for e in group)
-            report = report._replace(gpu_ns=worked)
+            worked = sum(self._gpu_ns[plan.load[e]] for group in (plan.gpu, plan.joins, plan.copies) for e in group)
+            report = LayerReport(layer, wall, worked, cpu_ns, copied, waited)
         driver.layer_ends(report)
         if driver.prefetches:
             self._look_for_work()
         if self._info.kind is not Kind.PREFILL:
-            row = self._rows[report.layer]
-            row[0] += len(load)
+            row = self._rows[layer]
+            row[0] += len(plan.load)
             row[1] += len(plan.demand.held)
             row[2] += len(plan.copies)
             row[3] += len(plan.cpu)
             row[4] += len(plan.joins)
-            row[5] += report.wall_ns
-            row[6] += report.wait_copy_ns
-            row[7] += report.wait_cpu_ns
+            row[5] += wall
+            row[6] += copied
+            row[7] += waited
 
-    def _in_closed_form(self, plan: Plan, load: dict[int, int], cpu_ns: int) -> bool:
+    def _in_closed_form(self, plan: Plan, cpu_ns: int) -> bool:
         """Serve a layer whose copies, or whose CPU experts, nothing disturbs; False if something may."""
         if self._exact or plan.joins or not self.link.idle or (plan.copies and plan.cpu):
             return False
-        return self._cpu_alone(plan, load, cpu_ns) if plan.cpu else self._copies_alone(plan, load)
+        return self._cpu_alone(plan, cpu_ns) if plan.cpu else self._copies_alone(plan)
 
-    def _copies_alone(self, plan: Plan, load: dict[int, int]) -> bool:
+    def _copies_alone(self, plan: Plan) -> bool:
         each = self.link.at_once(len(plan.copies))
         if each is None:
             return False
@@ -227,14 +228,14 @@ class Engine:
         if self.driver.prefetches:  # the link looks for work when the last one has landed
             last = lands + each * len(plan.copies) - int(self.env.now)
             self.env.timeout(last).callbacks.append(self.link.wake)  # type: ignore[union-attr]
-        self._work(plan.gpu, load)
+        self._work(plan.gpu, plan.load)
         now, waited, worked = self.now, 0, 0
         for expert in plan.copies:
             lands += each
             if lands > now:
                 waited += lands - now
                 now = lands
-            work = self._gpu_ns[load[expert]]
+            work = self._gpu_ns[plan.load[expert]]
             worked += work
             now += work
         self._spend(waited, "wait_copy")
@@ -244,7 +245,7 @@ class Engine:
                 self._landed(Key(plan.demand.layer, expert), each)
         return True
 
-    def _cpu_alone(self, plan: Plan, load: dict[int, int], cpu_ns: int) -> bool:
+    def _cpu_alone(self, plan: Plan, cpu_ns: int) -> bool:
         reading = cpu_ns - self._cpu_fixed(plan)
         if not self.dram.idle or not self.dram.carries(len(plan.cpu) * self.driver.setup.expert_bytes, reading):
             return False
@@ -253,12 +254,12 @@ class Engine:
         done = self.now + cpu_ns
         if self.driver.policy.serial_tiers:
             self._wait_until(done, "wait_cpu")
-        self._work(plan.gpu, load)
+        self._work(plan.gpu, plan.load)
         self._wait_until(done, "wait_cpu")
         self._spend(self.rates.costs.hybrid_ns, "hybrid")
         return True
 
-    def _by_events(self, plan: Plan, load: dict[int, int], cpu_ns: int) -> None:
+    def _by_events(self, plan: Plan, cpu_ns: int) -> None:
         """Serve a layer whose copies and CPU experts go through the environment."""
         self._set_clock()
         layer = plan.demand.layer
@@ -270,11 +271,11 @@ class Engine:
         for _, copy in arrivals:
             if copy is not None and copy.pageable:
                 self._wait(copy, "wait_copy")
-        self._work(plan.gpu, load)
+        self._work(plan.gpu, plan.load)
         for expert, copy in arrivals:
             if copy is not None:
                 self._wait(copy, "wait_copy")
-            self._spend(self._gpu_ns[load[expert]], "expert")
+            self._spend(self._gpu_ns[plan.load[expert]], "expert")
         if cpu is not None:
             self._wait(cpu, "wait_cpu")
             self._spend(self.rates.costs.hybrid_ns, "hybrid")
@@ -283,8 +284,8 @@ class Engine:
         """The copy that was on its way at the gate; None if it landed while the policy was deciding."""
         return self.link.join(key) if key in self.driver.cache.flying else None
 
-    def _cpu_total(self, plan: Plan, load: dict[int, int]) -> int:
-        return self.rates.costs.cpu_first_ns + sum(self._cpu_ns[load[e]] for e in plan.cpu)
+    def _cpu_total(self, plan: Plan) -> int:
+        return self.rates.costs.cpu_first_ns + sum(self._cpu_ns[plan.load[e]] for e in plan.cpu)
 
     def _cpu_fixed(self, plan: Plan) -> int:
         """The part of it that reads no memory."""
@@ -305,9 +306,9 @@ class Engine:
         self.env.timeout(ns - reading).callbacks.append(reads)  # type: ignore[union-attr]
         return work
 
-    def _tell_work(self, plan: Plan, load: dict[int, int]) -> None:
+    def _tell_work(self, plan: Plan) -> None:
         """Every expert's undisturbed time, in working order."""
-        layer, costs = plan.demand.layer, self.rates.costs
+        layer, costs, load = plan.demand.layer, self.rates.costs, plan.load
         for e in (*plan.gpu, *plan.joins, *plan.copies):
             self.driver.worked(Key(layer, e), Where.GPU, load[e], costs.gpu_ns(load[e]))
         for i, e in enumerate(plan.cpu):
@@ -326,7 +327,8 @@ class Engine:
             self._gpu[label] += ns
 
     def _work(self, experts: Iterable[int], load: dict[int, int]) -> None:
-        self._spend(sum([self._gpu_ns[load[e]] for e in experts]), "expert")
+        times = self._gpu_ns
+        self._spend(sum([times[load[e]] for e in experts]), "expert")
 
     def _wait_until(self, time: int, label: str) -> None:
         self._spend(time - self.now, label)
@@ -338,11 +340,9 @@ class Engine:
         self._wait_until(work.at, label)
 
     def _catch_up(self) -> None:
-        """Let everything happen that is due by now. Nothing is, if the policy does not prefetch: layers wait for all
-        of their own copies."""
-        if self.driver.prefetches:
-            while self.env.peek() <= self.now:
-                self.env.step()
+        """Let everything happen that is due by now: prefetches, for layers wait for all copies of their own."""
+        while self.env.peek() <= self.now:
+            self.env.step()
 
     def _set_clock(self) -> None:
         """Catch up, and let the environment's clock show the present, before something is begun there."""
@@ -444,7 +444,7 @@ def replay_step(engine: Engine, index: int, step: Step) -> None:
     """Put one step of a trace through the engine."""
     if step.kind is Kind.VERIFY:
         engine.draft(int(step.drafted.sum()))
-    engine.step_begins(step_info(index, step), context=int(step.positions[0]))
+    engine.step_begins(step_info(index, step), context=step.context)
     experts, weights, scores, ahead = step.experts, step.weights, step.scores, step.ahead
     for layer, needed in enumerate(needed_by_layer(experts)):
         engine.layer(
