@@ -109,12 +109,14 @@ class Driver:
         self._needed: tuple[Key, ...] = ()  # by the running layer: pinned
         self._unused: set[Key] = set()
         self._ask(self.policy.setup, self.setup)
-        self.hears_work, self.hears_landing, self.hears_layers, self.prefetches = (
-            self._hears(name) for name in ("work_done", "transfer_done", "layer_ends", "next_fetch")
+        self.hears_work, self.hears_landing, self.hears_layers, self.prefetches, self.drafts = (
+            self._hears(name) for name in ("work_done", "transfer_done", "layer_ends", "next_fetch", "draft_length")
         )
         if self.policy.clairvoyant:
             if self.future is None:
                 raise PolicyError(f"policy {self.policy.name} needs the future, which a live run does not have")
+            if self.drafts:
+                raise PolicyError(f"policy {self.policy.name} knows the future, so it cannot change it by drafting")
             self._ask(self.policy.reveal, self.future)
         self._place()
 

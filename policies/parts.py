@@ -237,6 +237,7 @@ class Composed(Policy):
         self._used = self._tell["used"]
         self._selective = _overrides(parts.admission, Admission, "admits")
         self._asked: dict[Key, Prefetcher] = {}  # who asked for what is not yet there
+        self.deaf = self._deaf()
         silent = {name for name in ("transfer_done", "layer_ends") if not self._tell[name]}
         if not parts.prefetch:
             silent.add("next_fetch")
@@ -244,6 +245,15 @@ class Composed(Policy):
             silent.discard("transfer_done")
         self.deaf = frozenset(name for name in silent if not _overrides(self, Composed, name))
         self._told("setup", setup)
+
+    def _deaf(self) -> frozenset[str]:
+        """What no part hears or answers, unless the subclass does."""
+        parts, idle = self._parts, {"layer_ends"} - {e for e in TOLD if self._tell[e]}
+        if not parts.prefetch:
+            idle |= {"next_fetch"} | ({"transfer_done"} if not self._tell["transfer_done"] else set())
+        if not _overrides(parts.draft, DraftControl, "draft_length"):
+            idle.add("draft_length")
+        return frozenset(name for name in idle if not _overrides(self, Composed, name))
 
     def _told(self, event: str, *what: Any) -> None:
         for tell in self._tell[event]:

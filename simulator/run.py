@@ -5,6 +5,7 @@ from typing import Any
 
 from ..policies.driver import Driver, PolicyError
 from ..policies.interface import Policy
+from ..traces.redraft import drafted
 from ..traces.views import Steps
 from .engine import Engine, Run, future_of, replay_step, setup_for, shares
 from .machine import Machine, rates_for
@@ -24,7 +25,8 @@ def simulate(
     """Replay `trace` on `machine` with `slots` expert slots in all. A failing policy gives a run with `error` set.
 
     protect: prefill leaves the cache as it is. slots_at: slots in all that are left beside the keys and values of so
-    many tokens; never more than `slots` are used.
+    many tokens; never more than `slots` are used. A policy that chooses draft lengths has the text cut accordingly,
+    up to the trace's own draft length.
     """
     header = trace.header
     shape = header.target
@@ -44,7 +46,10 @@ def simulate(
         dense_only = shape.layers - len(shape.moe_layers)
         engine = Engine(driver, rates, dense_only, slots_at=shrunk if slots_at else None)
         run.steps, run.prefill, run.decode = engine.steps, driver.prefill, driver.decode
-        for index, step in enumerate(trace.steps()):
+        steps = trace.steps()
+        if driver.drafts and header.acceptance != "none":
+            steps = drafted(trace, driver.draft_length, header.draft_length, seed)
+        for index, step in enumerate(steps):
             replay_step(engine, index, step)
             if progress:
                 progress(index + 1)
