@@ -225,7 +225,7 @@ def _write(out: Path, rows: "list[Row]", manifest: dict[str, Any]) -> None:
 
 
 def _tell(out: Path, rows: "list[Row]") -> None:
-    from .report import Number
+    from .tables import Number
     from .sweep import best_rows
 
     def number(row: "Row", name: str, digits: int) -> Number | None:

@@ -11,9 +11,11 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,11 @@ from ..policies.load import load_policy
 from ..traces.errors import InputError
 from ..traces.reader import open_trace
 from ..traces.redraft import redrafted
-from ..traces.schema import Header
+from ..traces.schema import DraftShape, Header
+from .bounds import bounds
 from .compare import AR, BASE, OPTIMUM, SD, Case, Job, Source, run_case
-from .machine import Machine
-from .metrics import OK, Limited, Load, gaps, load_of
+from .machine import Machine, rates_for
+from .metrics import OK, Limited, Load, gaps, load_of, time_gap
 from .report import sha256, versions
 
 ROOT = Path(__file__).parents[1]
@@ -36,34 +39,36 @@ Row = dict[str, Any]  # one cell of the table: inputs, status, metrics; plain nu
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What is replayed: a trace and who drafts. `draft` None: as recorded; 0: nobody; K: drafts cut to K tokens.
+    """What is replayed: a trace and how much is drafted. `length` None: as recorded; 0: nothing; K: K tokens at a time.
 
-    `name` is what the user gave, `path` and `sha256` are the file's; `limit` > 0 takes the first steps only;
-    `acceptance` is assumed where the trace has no drafts.
+    `name` is what the user gave, `path` and `sha256` are the file's; `limit` > 0 takes the first steps only. Of a trace
+    without drafts K are assumed: accepted with the chance `acceptance`, at the costs of `drafter` (None: free).
     """
 
     name: str
     path: str
     sha256: str
-    draft: int | None = None
+    length: int | None = None
     limit: int = 0
     acceptance: float | None = None
+    drafter: DraftShape | None = None
     seed: int = 0
 
     @property
     def mode(self) -> str:
-        return AR if self.draft == 0 else SD
+        return AR if self.length == 0 else SD
 
     @property
     def words(self) -> str:
-        if not self.draft:
-            return "recorded" if self.draft is None else "none"
-        return f"cut to {self.draft}" if self.acceptance is None else f"assumed {self.draft}"
+        if not self.length:
+            return "recorded" if self.length is None else "none"
+        return f"cut to {self.length}" if self.acceptance is None else f"assumed {self.length}"
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run. `inputs` are its columns in the table, `spec` names the policy from any folder, `code` the program."""
+    """One run. `inputs` are its columns in the table, `spec` names the policy from any folder, `code` the program;
+    reference: not to be ranked; bounded: works out the fluid bound as well."""
 
     key: str
     inputs: Row
@@ -73,10 +78,17 @@ class Cell:
     slots: int
     seed: int
     code: str
+    reference: bool = False
+    bounded: bool = False
 
 
 def replays_of(
-    trace: str, drafts: Sequence[int | None], limit: int = 0, acceptance: float | None = None, seed: int = 0
+    trace: str,
+    lengths: Sequence[int | None],
+    limit: int = 0,
+    acceptance: float | None = None,
+    drafter: DraftShape | None = None,
+    seed: int = 0,
 ) -> list[Replay]:
     """One trace with each draft length, without repeats: a trace that has no drafts is "as recorded" without them.
 
@@ -84,13 +96,12 @@ def replays_of(
     """
     opened = open_trace(trace)
     has_drafts = opened.header.acceptance != "none"
-    wanted = dict.fromkeys(0 if d is None and not has_drafts else d for d in drafts)
+    wanted = dict.fromkeys(0 if n is None and not has_drafts else n for n in lengths)
     if acceptance is None and not has_drafts and any(wanted):
         raise InputError(f"--draft-lengths: {trace} has no drafts; say how many would be accepted, as --acceptance 0.7")
-    digest = sha256(opened.path)
-    path = str(opened.path.resolve())
-    assumed = None if has_drafts else acceptance
-    return [Replay(trace, path, digest, draft, limit, assumed if draft else None, seed) for draft in wanted]
+    file = {"name": trace, "path": str(opened.path.resolve()), "sha256": sha256(opened.path)}
+    assumed = {} if has_drafts else {"acceptance": acceptance, "drafter": drafter}
+    return [Replay(**file, length=n, limit=limit, seed=seed, **(assumed if n else {})) for n in wanted]
 
 
 @cache
@@ -99,11 +110,11 @@ def source_of(replay: Replay) -> Source:
     trace = open_trace(replay.path)
     if sha256(trace.path) != replay.sha256:
         raise InputError(f"{replay.path}: not the file that the sweep was planned with; give all workers the same")
-    if not replay.draft:
+    if not replay.length:
         return Source(trace, replay.limit)
-    if trace.header.acceptance == "none":
-        return Source(trace, replay.limit, replay.draft, replay.acceptance or 0.0, replay.seed)
-    return Source(redrafted(Limited(trace, replay.limit), replay.draft, replay.seed))
+    if replay.acceptance is None:  # cut once, not for every cell: it reads the trace
+        return Source(redrafted(Limited(trace, replay.limit), replay.length, replay.seed))
+    return Source(trace, replay.limit, replay.length, replay.acceptance, replay.seed, replay.drafter)
 
 
 def header_of(replay: Replay) -> Header:
@@ -154,18 +165,22 @@ def plan(
     policies: Sequence[str],
     sizes: Callable[[Replay, Machine], Sequence[int]],
     seed: int = 0,
+    optimum: bool = False,
 ) -> list[Cell]:
-    """Every cell, in the order of the table. `sizes` gives slots over all layers."""
+    """Every cell, in the order of the table. `sizes` gives slots over all layers; `optimum` adds what is missing of
+    the references, MIN with the fluid bound and AR-LRU."""
+    asked = dict.fromkeys(policies)
+    added = [p for p in (BASE, OPTIMUM) if optimum and p not in asked]
     return [
-        _cell(replay, machine, policy, slots, seed)
+        _cell(replay, machine, policy, slots, seed, policy in added, optimum and policy == OPTIMUM)
         for replay in replays
         for machine in machines
         for slots in dict.fromkeys(sizes(replay, machine))
-        for policy in dict.fromkeys(policies)
+        for policy in [*asked, *added]
     ]
 
 
-def _cell(replay: Replay, machine: Machine, policy: str, slots: int, seed: int) -> Cell:
+def _cell(replay: Replay, machine: Machine, policy: str, slots: int, seed: int, reference: bool, bounded: bool) -> Cell:
     header = header_of(replay)
     shape = header.target
     inputs = {
@@ -189,12 +204,14 @@ def _cell(replay: Replay, machine: Machine, policy: str, slots: int, seed: int) 
         "inputs": inputs,
         "machine": {entry: [q.value, q.basis, q.source] for entry, q in machine.quantities.items()},
         "policy": policy_identity(policy),
-        "acceptance": replay.acceptance,
+        "reference": reference,
+        "bounded": bounded,
+        "assumed": [replay.acceptance, replay.drafter and asdict(replay.drafter)],
         "code": code_sha256(),
         "versions": versions(),
     }
     key = hashlib.sha256(json.dumps(all_inputs, sort_keys=True).encode()).hexdigest()[:32]
-    return Cell(key, inputs, replay, machine, anywhere(policy), slots, seed, code_sha256())
+    return Cell(key, inputs, replay, machine, anywhere(policy), slots, seed, code_sha256(), reference, bounded)
 
 
 _turn = threading.Lock()  # threads of one process gain nothing over Python, and policies' files load one at a time
@@ -210,10 +227,17 @@ def run_cell(cell: Cell, load: Load, progress: Callable[[int], None] | None = No
             raise InputError("a worker runs another version of moe-spac than this one; install the same on all")
         mode = cell.replay.mode
         job = Job(source_of(cell.replay), cell.machine, {mode: load}, cell.seed)
-        outcome = run_case(job, Case(cell.spec, cell.slots, mode), progress)
+        outcome = run_case(job, Case(cell.spec, cell.slots, mode, reference=cell.reference), progress)
+        bound = _fluid_bound(cell) if cell.bounded and cell.slots else {}
     flat = {k: v for k, v in outcome.metrics.items() if v is None or isinstance(v, bool | int | float | str)}
     known = {"status": outcome.status, "lossless": outcome.lossless, "reference": outcome.reference}
-    return {"cell": cell.key, **cell.inputs, **known, **flat}
+    return {"cell": cell.key, **cell.inputs, **known, **flat, **bound}
+
+
+def _fluid_bound(cell: Cell) -> Row:
+    trace = source_of(cell.replay).view(cell.replay.mode)
+    rates = rates_for(cell.machine, trace.header.target, trace.header.draft)
+    return {"fluid_bound_ns": bounds(trace, rates, cell.slots).fluid_ns}
 
 
 # Finished cells
@@ -269,27 +293,40 @@ def run_cells(
 def _side_by_side(work: Sequence[tuple[Cell, Load]], jobs: int) -> Iterator[Row]:
     from joblib import Parallel, delayed
 
-    # A batch of one, so that a kill costs no finished cell. Ctrl-C is the parent's, which ends the workers.
+    # A batch of one, so that a kill costs no finished cell.
     options: dict[str, Any] = {"return_as": "generator_unordered", "batch_size": 1, "max_nbytes": None}
-    workers: Any = Parallel(jobs, backend="loky", initializer=_ignore_interrupts, idle_worker_timeout=IDLE_S, **options)
+    workers: Any = Parallel(jobs, backend="loky", initializer=_start_worker, idle_worker_timeout=IDLE_S, **options)
     rows = workers(delayed(run_cell)(cell, load) for cell, load in work)
     try:
         yield from rows
+    except BrokenProcessPool:
+        raise InputError(
+            f"--jobs {jobs}: a worker process was killed, perhaps for want of memory; finished cells are kept; give "
+            "the same command with fewer"
+        ) from None
     finally:
         rows.close()
 
 
-def _ignore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends the workers
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """A parent that was killed can end nobody: then the worker ends itself."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def _on_dask(address: str, work: Sequence[tuple[Cell, Load]]) -> Iterator[Row]:
     try:
-        from distributed import Client, as_completed
+        from distributed import Client, KilledWorker, as_completed
     except ImportError:
         raise InputError("--dask: distributed is not installed; pip install 'moe-spac[dask]'") from None
     try:
-        client = Client(address, timeout=10, set_as_default=False)
+        client = Client(address, timeout=10)
     except (OSError, ValueError) as error:
         raise InputError(f"--dask {address}: no scheduler answers there ({error}); write tcp://HOST:PORT") from None
     with client:
@@ -297,6 +334,8 @@ def _on_dask(address: str, work: Sequence[tuple[Cell, Load]]) -> Iterator[Row]:
         try:
             for future in as_completed(futures):
                 yield future.result()
+        except KilledWorker as error:
+            raise InputError(f"--dask {address}: {error}; finished cells are kept") from None
         finally:
             client.cancel(futures)
 
@@ -305,12 +344,14 @@ def _on_dask(address: str, work: Sequence[tuple[Cell, Load]]) -> Iterator[Row]:
 
 
 def add_gaps(rows: Sequence[Row]) -> None:
-    """Distance to the offline optimum, for rows whose trace, machine, size and draft the optimum ran on as well."""
+    """Distance to the optimum and to the fluid bound, where they ran on the same trace, machine, size and draft."""
     ran = {(*_place(row), row["policy"]): row for row in rows if not row["status"].startswith("failed")}
     for (*place, _), row in ran.items():
         best, base = ran.get((*place, OPTIMUM)), ran.get((*place, BASE))
         if best is not None and row.get("hit_rate_unique") is not None:
             row |= gaps(row, best, base)
+        if best is not None and best.get("fluid_bound_ns"):
+            row |= {"fluid_bound_ns": best["fluid_bound_ns"]} | time_gap(row, base, best["fluid_bound_ns"])
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
