@@ -37,18 +37,26 @@ class Lru(VictimOrder):
             uses.move_to_end(key)
 
     def serve(self, demand: Demand) -> list[tuple[int, Where]]:
-        """`used` and the plain dispatcher's answer in one loop, for the policy that is nothing else."""
+        """`used` and the plain dispatcher's answer together, for the policy that is nothing else."""
         self._event += 1
-        uses = self._group(demand.layer)
-        hits, misses = [], []
+        event, uses = self._event, self._group(demand.layer)
+        move = uses.move_to_end
         for key in demand.keys:
-            uses[key] = self._event
-            uses.move_to_end(key)
-            if key.expert in demand.held:
-                hits.append((key.expert, Where.GPU))
-            else:
-                misses.append((key.expert, Where.FETCH))
-        return hits + misses
+            uses[key] = event
+            move(key)
+        return split(demand, Where.FETCH)
+
+    def older(self, incoming: Key, candidates: Candidates) -> Key | None:
+        """The oldest candidate if `incoming` was used after it: `first` and `better` together. It is then evicted."""
+        uses = self._group(incoming.layer)
+        newest = uses.get(incoming, self._event)
+        for key, event in uses.items():
+            if event >= newest:
+                return None
+            if key in candidates:
+                del uses[key]
+                return key
+        return None
 
     def transfer_done(self, key: Key, size: int, ns: int) -> None:
         if self._group(key.layer).get(key, -1) < self._event:  # what the running layer fetched keeps its place by id

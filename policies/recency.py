@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from .interface import Demand, Forecast, Key, Scope, Setup, StepInfo, View, Where
+from .interface import Candidates, Demand, Forecast, Key, Scope, Setup, StepInfo, View, Where
 from .orders import Lru, Ranked
 from .parts import Composed, IfBetter, Parts, Prefetcher
 
@@ -76,8 +76,20 @@ class ArLru(Composed):
         if not self.spec_topk:
             self.deaf |= {"transfer_done"}  # a miss has its place already, and nothing else lands
 
+    # Nothing is prefetched by default, and then the parts are asked in one call: many comparisons rest on this policy.
+
+    def setup(self, setup: Setup) -> None:
+        super().setup(setup)
+        if not self.spec_topk:
+            self.deaf |= {"transfer_done"}  # what a layer fetched was used already
+
     def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
         return super().dispatch(demand, view) if self.spec_topk else self._lru.serve(demand)
+
+    def victim(self, incoming: Key, candidates: Candidates, view: View) -> Key | None:
+        if self.spec_topk:
+            return super().victim(incoming, candidates, view)
+        return self._lru.older(incoming, candidates)
 
 
 class Arrival(Ranked):
