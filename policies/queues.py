@@ -148,7 +148,10 @@ class S3FifoOrder(TwoQueues):
         found = None
         if len(small) - waiting >= max(1, round(self._small * self._slots[group])):
             found = self._from_small(group, candidates)
-        return found or self._from_main(main, candidates) or self._from_small(group, candidates)
+        found = found or self._from_main(main, candidates) or self._from_small(group, candidates)
+        for key in [k for k in main if not view.resident(k)]:  # they come in after what was moved just now
+            main.move_to_end(key)
+        return found
 
     def _from_small(self, group: int, candidates: Candidates) -> Key | None:
         """The oldest newcomer, those used often moving to the main queue on the way."""
