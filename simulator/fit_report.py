@@ -90,7 +90,8 @@ def show_speeds(r: Report) -> None:
 
 def _row(s: Speed, calibrated: bool) -> dict[str, Any]:
     middle = {"expected": _rounded(s.middle)} if calibrated else {}
-    row: dict[str, Any] = {"policy": s.policy, "mode": s.mode, "status": s.status, "low": _rounded(s.low)}
+    row: dict[str, Any] = {"policy": s.policy, "mode": s.mode, "slots_per_layer": _rounded(s.slots_per_layer)}
+    row |= {"status": s.status, "low": _rounded(s.low)}
     return row | middle | {"high": _rounded(s.high), "hit_rate": _rounded(s.hit_rate), "bottleneck": s.bottleneck}
 
 

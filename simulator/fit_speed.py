@@ -12,12 +12,13 @@ from ..traces.redraft import windowed
 from ..traces.schema import DraftShape, Header, Kind, ModelShape, Provenance, Step
 from ..traces.views import Steps, View
 from .compare import AR, SD, Case, Job, Outcome, Source, loads_for, run_case, verdicts
-from .fit import Plan
+from .fit import Plan, plan
 from .machine import Machine
 from .metrics import BOTTLENECKS, Limited
 from .ranges import HIGH, LOW, Profile
 from .verdict import Verdict, expected_tokens
 
+SAME = -1.0
 PROMPT = 16  # tokens before the first decoded one, so that the caches do not begin empty
 
 
@@ -53,6 +54,7 @@ class Speed:
 
     policy: str
     mode: str
+    slots_per_layer: float
     status: str
     low: float | None
     middle: float | None
@@ -72,20 +74,18 @@ class Drafting:
 
 def synthetic_sample(p: Plan, tokens: int, seed: int, drafting: Drafting) -> Sample:
     """Routing of the plan's own model by its published statistics, or of the nearest model that these are known of."""
-    from ..traces.synth import load, synthesize
+    from ..traces.synth import synthesize
 
     shape, draft = p.wanted.shape, p.wanted.draft_shape
     like = _nearest(shape)
-    known = load(like)
-    same = (known["experts"], known["top_k"]) == (shape.experts, shape.top_k) and _named_like(shape, like)
-    if same:
+    if _distance(shape, like) == SAME:
         given = {"draft_length": drafting.length, "acceptance": drafting.acceptance} if draft else {}
         trace = synthesize(like, tokens, seed, sequences=1, prefill=PROMPT, **given)
         words = f"synthetic routing by the published statistics of {like}"
     else:
         trace = _borrowed(shape, like, tokens, seed)
         trace = windowed(trace, drafting.length, drafting.acceptance, seed, draft) if draft else trace
-        words = f"synthetic routing: {like}'s statistics, the nearest that is known, carried over to this shape"
+        words = f"synthetic routing: {like}'s statistics, the nearest that are known, carried over to this shape"
     moved = _moved(_fitted(trace, shape, draft), p.wanted.context)
     words += f", {tokens} tokens after {PROMPT} of prompt at the end of the context, seed {seed}"
     return Sample(moved, words + (f"; {_assumed(drafting)}" if draft else ""), drafting.acceptance if draft else None)
@@ -118,20 +118,22 @@ def speeds(
 ) -> tuple[list[Speed], list[str]]:
     """Every policy without and (if there is a draft) with speculation, and what that says of speculation.
 
+    Without, the draft's place on the card has slots too (O37). Both are compared at the plan's size.
     `tell` is told the policy and mode of each group of runs, how many are done, and of how many.
     """
     source = Source(sample.trace)
     modes = [AR, SD] if source.speculates else [AR]
     loads = loads_for(source, modes)
     machines = _at(p, profile, LOW), p.machine, _at(p, profile, HIGH)
-    cases = [Case(policy, p.slots, mode) for policy in dict.fromkeys(policies) for mode in modes]
+    slots = {SD: p.slots, AR: plan(replace(p.wanted, draft=None), p.machine).slots}
+    cases = [Case(policy, slots[mode], mode, size=p.slots) for policy in dict.fromkeys(policies) for mode in modes]
     rows, middle = [], []
     for done, case in enumerate(cases):
         if tell:
             tell(f"{case.policy}, {case.mode}", done, len(cases))
         ends = [run_case(Job(source, machine, loads, seed), case) for machine in machines]
         middle.append(ends[1])
-        rows.append(_speed(ends, profile.calibrated, sample.acceptance))
+        rows.append(_speed(ends, profile.calibrated, sample.acceptance, p.wanted.layers))
     return rows, [v.words() for v in _verdicts(middle, sample.acceptance)]
 
 
@@ -155,7 +157,7 @@ def _at(p: Plan, profile: Profile, side: int) -> Machine:
     return replace(end, quantities={**end.quantities, **pins})
 
 
-def _speed(ends: Sequence[Outcome], calibrated: bool, assumed: float | None) -> Speed:
+def _speed(ends: Sequence[Outcome], calibrated: bool, assumed: float | None, layers: int) -> Speed:
     raw = [None if o.failed else o.metrics["tokens_per_s"] for o in ends]
     own = ends[1].metrics
     factor = 1.0
@@ -165,6 +167,7 @@ def _speed(ends: Sequence[Outcome], calibrated: bool, assumed: float | None) -> 
     return Speed(
         policy=ends[1].policy,
         mode=ends[1].mode,
+        slots_per_layer=ends[1].slots / layers,
         status=ends[1].status,
         low=min(known, default=None),
         middle=raw[1] * factor if calibrated and raw[1] is not None else None,
@@ -181,20 +184,22 @@ def _assumed(drafting: Drafting) -> str:
     )
 
 
-def _named_like(shape: ModelShape, like: str) -> bool:
-    return shape.name.rsplit("/", 1)[-1].lower().startswith(like)
-
-
 def _nearest(shape: ModelShape) -> str:
-    """The synthetic model of the same name, else the one whose experts are as many times top-k as here."""
-    from ..traces.synth import load, models
+    """The model with known statistics that is this one, else the one whose experts are as many times top-k as here."""
+    from ..traces.synth import models
 
-    def distance(like: str) -> tuple[bool, float, str]:
-        known = load(like)
-        ratio = (shape.experts / shape.top_k) / (known["experts"] / known["top_k"])
-        return not _named_like(shape, like), abs(float(np.log(ratio))), like
+    return min(models(), key=lambda like: (_distance(shape, like), like))
 
-    return min(models(), key=distance)
+
+def _distance(shape: ModelShape, like: str) -> float:
+    """`SAME` where name and shape are those of `like`, else how far the ratios of experts to top-k are apart."""
+    from ..traces.synth import model_shape
+
+    known = model_shape(like)
+    sides = [(s.moe_layers, s.experts, s.top_k, s.hidden) for s in (shape, known)]
+    if sides[0] == sides[1]:
+        return SAME
+    return abs(float(np.log(shape.experts * known.top_k / (shape.top_k * known.experts))))
 
 
 def _borrowed(shape: ModelShape, like: str, tokens: int, seed: int) -> Steps:
