@@ -1,19 +1,26 @@
-"""`spac-trace`: record, look at, import and export routing traces."""
+"""`spac-trace`: record, make up, look at, compare, import and export routing traces."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from .cli_convert import export, import_, plot_stem
 from .cli_record import record
 from .cli_synth import synth
 from .console import run_app, say, show_json, show_table
 from .errors import InputError
 
-app = typer.Typer(help="Record, look at, import and export routing traces.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="Record, make up, look at, compare, import and export routing traces.",
+    no_args_is_help=True,
+    add_completion=False,
+)
 
 app.command("record")(record)
 app.command("synth")(synth)
+app.command("import")(import_)
+app.command("export")(export)
 
 TraceName = Annotated[
     str, typer.Argument(metavar="T", help="A trace file, or the name of a bundled trace (gpt-oss-20b).")
@@ -43,12 +50,20 @@ def info(
 
 
 @app.command()
-def stats(trace: TraceName, json: AsJson = False) -> None:
+def stats(
+    trace: TraceName,
+    json: AsJson = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Also draw a page of pictures: a folder, or a .png or .svg (both are written), and a .json."),
+    ] = None,
+) -> None:
     """Print locality, skew, LRU hit rates and acceptance, for each layer and in all."""
     from .reader import open_trace
     from .report import layer_rows, statistics, total_rows, warn_if_unfinished
 
     opened = open_trace(trace)
+    stem = None if plot is None else plot_stem(plot)
     warn_if_unfinished(opened)
     found = statistics(opened)
     if not found["tokens"]:
@@ -58,38 +73,48 @@ def stats(trace: TraceName, json: AsJson = False) -> None:
     else:
         show_table("By layer", layer_rows(found))
         show_table("In all", total_rows(found))
+    if stem is not None:
+        from .stat_plots import draw
+
+        try:
+            files = [*draw(found, opened.header, stem), _numbers(found, stem)]
+        except OSError as error:
+            raise InputError(f"--plot {plot}: cannot write: {error.strerror or error}") from error
+        if not json:
+            say("written: " + ", ".join(map(str, files)))
 
 
-@app.command("import")
-def import_(
-    src: Annotated[
-        Path, typer.Argument(metavar="SRC", help="X.npz of gpt-oss-20b routing, with X_meta.jsonl beside it.")
-    ],
-    out: Annotated[Path, typer.Option("-o", "--out", help="The trace file to write.")],
-    weights: Annotated[bool, typer.Option(help="Keep the routing weights.")] = True,
-) -> None:
-    """Convert another project's routing data into a trace."""
-    from .gpt_oss import import_gpt_oss
-    from .reader import open_trace
+def _numbers(found: dict[str, object], stem: Path) -> Path:
+    """The same statistics as JSON beside the pictures."""
+    from json import dumps
 
-    import_gpt_oss(src, out, weights)
-    summary = open_trace(out).summary()
-    say(f"{out}: {summary.tokens:,} tokens in {summary.sequences} sequences, {summary.file_bytes:,} bytes")
+    path = stem.with_name(stem.name + ".json")
+    path.write_text(dumps(found) + "\n", encoding="utf-8")
+    return path
 
 
 @app.command()
-def export(
-    trace: TraceName,
-    out: Annotated[Path, typer.Option("-o", "--out", help="The Parquet file to write.")],
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A trace.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another.")],
+    json: AsJson = False,
 ) -> None:
-    """Write a trace as one Parquet table, a row for each token; the header goes into its metadata."""
-    from .export import export_parquet
+    """Say whether two traces are the same routing (exit 0) or where they first differ (exit 1)."""
+    from .diff import compare, rows_of
     from .reader import open_trace
     from .report import warn_if_unfinished
 
-    opened = open_trace(trace)
-    warn_if_unfinished(opened)
-    say(f"{out}: {export_parquet(opened, out):,} rows")
+    first, second = open_trace(a), open_trace(b)
+    for trace in (first, second):
+        warn_if_unfinished(trace)
+    found = compare(first, second)
+    if json:
+        show_json(found)
+    else:
+        say(found["verdict"])
+        show_table("Headers", found["header"])
+        show_table("Statistics of the generated text", rows_of(found))
+    raise typer.Exit(0 if found["same"] else 1)
 
 
 def main() -> None:

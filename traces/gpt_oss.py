@@ -1,10 +1,12 @@
-"""Imports the expert-fingerprint traces of gpt-oss-20b (decode only, as numpy arrays with a JSON-lines file beside).
+"""Imports the expert-fingerprint traces of gpt-oss-20b (decode only): the published JSON of one or more texts, or all
+of them packed as numpy arrays with a JSON-lines file beside.
 
 Source: github.com/AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting, commit 72b368f6, Apache-2.0.
 """
 
 import json
 import zipfile
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -54,7 +56,9 @@ def gpt_oss_20b() -> ModelShape:
     )
 
 
-def import_gpt_oss(src: str | Path, out: str | Path, weights: bool = True) -> None:
+def import_gpt_oss(
+    src: str | Path, out: str | Path, weights: bool = True, progress: Callable[[int], None] = lambda tokens: None
+) -> Header:
     """Convert `X.npz` with `X_meta.jsonl` beside it into the trace file `out`; every row becomes a decode step.
 
     The archive holds expert_ids [T, 24, 4] best first, expert_probs_u8 [T, 24, 4] (softmax over the chosen four,
@@ -62,8 +66,84 @@ def import_gpt_oss(src: str | Path, out: str | Path, weights: bool = True) -> No
     """
     src = Path(src)
     arrays = _load_arrays(src)
-    experts, offsets = arrays["expert_ids"], arrays["seq_offsets"]
+    offsets = arrays["seq_offsets"]
     about = _load_sequences(src, np.diff(offsets))
+
+    def sequences() -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        for record, a, b in zip(about, offsets[:-1], offsets[1:], strict=True):
+            applied = arrays["expert_probs_u8"][a:b].astype(np.float16) / np.float16(255)
+            yield record["first_position"], arrays["expert_ids"][a:b], applied
+
+    return _write(out, about, sequences(), weights, progress)
+
+
+def import_fingerprints(
+    src: str | Path,
+    records: list[Any],
+    out: str | Path,
+    weights: bool = True,
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> Header:
+    """Convert the parsed records of a published `*_examples.json` file, a text each, into the trace file `out`.
+
+    A record has `router_data`, a list of {"token_<position>": {"layer_<l>": {"selected_experts", "selected_probs"}}}.
+    InputError where it has not.
+    """
+    found = []
+    about = []
+    for number, record in enumerate(records):
+        where = f"{src}: record {number}"
+        position, experts, applied = _fingerprint(record, where)
+        found.append((position, experts, applied))
+        about.append(
+            {
+                "dataset": record.get("dataset", "unknown"),
+                "category": record.get("category", "unknown"),
+                "row_index": record.get("row_index", number),
+                "prompt_tokens": position,
+                "finished": record.get("finished_successfully"),
+            }
+        )
+    return _write(out, about, iter(found), weights, progress)
+
+
+def _fingerprint(record: dict[str, Any], where: str) -> tuple[int, np.ndarray, np.ndarray]:
+    """First position, ids and weights [T, 24, 4] of one text."""
+    ids, probabilities, positions = [], [], []
+    try:
+        for entry in record["router_data"]:
+            ((name, layers),) = entry.items()
+            positions.append(int(name.removeprefix("token_")))
+            chosen = [layers[f"layer_{layer}"] for layer in range(LAYERS)]
+            ids.append([layer["selected_experts"] for layer in chosen])
+            probabilities.append([layer["selected_probs"] for layer in chosen])
+        experts, applied = np.array(ids, np.int64), np.array(probabilities, np.float16)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{where}: not the routing of gpt-oss-20b ({error!r})") from None
+    if not positions or positions != list(range(positions[0], positions[0] + len(positions))):
+        raise InputError(f"{where}: its tokens are not one after another")
+    if experts.shape != applied.shape or experts.shape[1:] != (LAYERS, TOP_K):
+        raise InputError(f"{where}: router_data must hold {TOP_K} experts and weights in each of {LAYERS} layers")
+    _check_ids(experts, where)
+    return positions[0], experts, applied
+
+
+def _check_ids(experts: np.ndarray, where: str) -> None:
+    if experts.min(initial=0) < 0 or experts.max(initial=0) >= EXPERTS:
+        raise InputError(f"{where}: expert ids must be 0..{EXPERTS - 1}")
+    ordered = np.sort(experts, axis=-1)
+    if (ordered[..., 1:] == ordered[..., :-1]).any():
+        raise InputError(f"{where}: expert_ids names an expert twice for one token in one layer")
+
+
+def _write(
+    out: str | Path,
+    about: list[dict[str, Any]],
+    sequences: Iterator[tuple[int, np.ndarray, np.ndarray]],
+    weights: bool,
+    progress: Callable[[int], None],
+) -> Header:
+    """A sequence: position of its first token, ids and weights [T, 24, 4]."""
     header = Header(
         target=gpt_oss_20b(),
         provenance=Provenance.IMPORTED,
@@ -74,14 +154,15 @@ def import_gpt_oss(src: str | Path, out: str | Path, weights: bool = True) -> No
         tools={"moe-spac": version("moe-spac")},
         notes=NOTES + ("" if weights else " Routing weights left out."),
     )
-    drafted = np.zeros(1, bool)
+    drafted, token = np.zeros(1, bool), np.full(1, -1, np.int32)
     with TraceWriter(out, header) as writer:
-        for sequence, record in enumerate(about):
-            for t in range(offsets[sequence], offsets[sequence + 1]):
-                position = np.array([record["first_position"] + t - offsets[sequence]], np.int32)
-                applied = arrays["expert_probs_u8"][t : t + 1].astype(np.float16) / np.float16(255) if weights else None
-                token = np.full(1, -1, np.int32)
-                writer.append(Step(sequence, 0, Kind.DECODE, position, token, drafted, 0, experts[t : t + 1], applied))
+        for sequence, (first, experts, applied) in enumerate(sequences):
+            for t in range(len(experts)):
+                position = np.array([first + t], np.int32)
+                kept = applied[t : t + 1] if weights else None
+                writer.append(Step(sequence, 0, Kind.DECODE, position, token, drafted, 0, experts[t : t + 1], kept))
+            progress(len(experts))
+    return header
 
 
 def _load_arrays(src: Path) -> dict[str, np.ndarray]:
@@ -96,9 +177,7 @@ def _load_arrays(src: Path) -> dict[str, np.ndarray]:
     shape = (len(experts), LAYERS, TOP_K)
     if experts.shape != shape or arrays["expert_probs_u8"].shape != shape or experts.max(initial=0) >= EXPERTS:
         raise InputError(f"{src}: expert_ids must be [tokens, {LAYERS}, {TOP_K}] of 0..{EXPERTS - 1}, like its weights")
-    ordered = np.sort(experts, axis=-1)
-    if (ordered[..., 1:] == ordered[..., :-1]).any():
-        raise InputError(f"{src}: expert_ids names an expert twice for one token in one layer")
+    _check_ids(experts, str(src))
     if (
         offsets.ndim != 1
         or len(offsets) < 2

@@ -62,15 +62,6 @@ class Rows:
         """Row at which each step begins."""
         return np.flatnonzero(np.r_[True, np.diff(self.step) != 0]) if len(self) else np.empty(0, np.int64)
 
-    @property
-    def kept(self) -> np.ndarray:
-        """[n] bool: rows that belong to the final text, as `Step.kept`."""
-        drafts = np.cumsum(self.drafted)
-        starts = self.starts
-        before = drafts[starts] - self.drafted[starts]
-        within = drafts - np.repeat(before, np.diff(np.r_[starts, len(self)]))
-        return ~self.drafted | (within <= self.accepted)
-
     def steps(self) -> Iterator[Step]:
         """The steps; their arrays are views of these columns."""
         starts = self.starts
@@ -163,15 +154,20 @@ def header_of(schema: pa.Schema, name: str) -> Header:
         raise InputError(f"{name}: an Arrow stream, but not a trace (no spac.header in it); record or import one")
     if str(zlib.crc32(text)).encode() != metadata.get(HEADER_CRC_KEY):
         raise InputError(f"{name}: the header is damaged (checksum differs); take the file from its source again")
-    content: dict[str, Any] = json.loads(text)
-    _refuse_newer(content, name)
-    try:
-        header = Header.from_dict(content)
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{name}: the header does not have the fields of its format version: {error}") from error
+    header = parse_header(text, name)
     if not schema.equals(schema_of(header)):
         raise InputError(f"{name}: the columns are not those that the header promises; the file is damaged")
     return header
+
+
+def parse_header(text: str | bytes, name: str) -> Header:
+    """The header in its JSON. InputError, naming the file `name`, if it is of a newer format or lacks a field."""
+    try:
+        content: dict[str, Any] = json.loads(text)
+        _refuse_newer(content, name)
+        return Header.from_dict(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{name}: the header does not have the fields of its format version: {error}") from error
 
 
 def _refuse_newer(content: dict[str, Any], name: str) -> None:

@@ -9,14 +9,20 @@ from .console import show_size, warn
 from .reader import Summary, Trace
 from .schema import Header, id_dtype
 from .stats import (
+    Routing,
     acceptance,
     cosines,
     decode_routing,
     domain_shares,
+    draft_load,
     entropy,
+    gini,
     hit_rate,
+    independent_overlap,
+    independent_union,
     lru_depths,
     overlap,
+    reuse,
     shares,
     top_share,
     unions,
@@ -25,6 +31,7 @@ from .views import Steps
 
 LAGS = (1, 2, 4, 8, 16, 32, 64)
 WINDOWS = (2, 4, 8, 16, 32, 64)
+DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def warn_if_unfinished(trace: Trace) -> None:
@@ -93,10 +100,13 @@ def _ranges(numbers: tuple[int, ...]) -> str:
 
 
 def statistics(trace: Steps) -> dict[str, Any]:
-    """Statistics of the generated text (prompts and rejected drafts left out), and of acceptance if there is a draft.
+    """Statistics of the generated text (prompts and rejected drafts left out), and of drafting if there is a draft.
 
     "layers" has one record for each MoE layer and "mean" their mean; figures that need more tokens than a sequence
-    has are None. LRU: slots a layer, empty at the start of each sequence, `lru_atomic` for whole-token lookups.
+    has are None. LRU: slots a layer, empty at the start of each sequence, `lru_atomic` for whole-token lookups;
+    "lru_curve" has the atomic hit rate for 1, 2, ... E slots. reuse_n: share of uses at most n tokens after the last
+    one of the same expert. independent_overlap and independent_n: overlap and union of tokens with these shares but
+    no memory, uniform_n: with all experts alike. "popularity" [L][E] are shares of a layer's choices.
     """
     target = trace.header.target
     routing = decode_routing(trace)
@@ -104,24 +114,52 @@ def statistics(trace: Steps) -> dict[str, Any]:
     share = shares(experts, target.experts)
     columns = {f"overlap_{lag}": overlap(experts, offsets, lag) for lag in LAGS}
     columns |= {f"union_{n}": found for n, found in zip(WINDOWS, unions(experts, offsets, WINDOWS), strict=True)}
-    columns |= {"top20": top_share(share), "entropy": entropy(share)}
+    columns |= {f"independent_{n}": independent_union(share, target.top_k, n) for n in WINDOWS}
+    columns |= {f"reuse_{n}": found for n, found in zip(DISTANCES, reuse(experts, offsets, DISTANCES), strict=True)}
+    columns |= {"independent_overlap": independent_overlap(share, target.top_k)}
+    columns |= {"top20": top_share(share), "entropy": entropy(share), "gini": gini(share)}
     slots = [n * target.top_k for n in (1, 2, 3, 4, 6) if n * target.top_k < target.experts]
+    curve = np.empty((target.experts, len(share)))
     for name, atomic in (("lru_atomic", True), ("lru_sequential", False)):
         depths = lru_depths(experts, offsets, target.experts, atomic)
         columns |= {f"{name}_{count}": hit_rate(depths, count) for count in slots}
-    drafts = acceptance(trace.steps())
-    domains = cosines(domain_shares(routing, trace.header.sequences, target.experts))
+        if atomic:
+            curve = np.array([hit_rate(depths, count) for count in range(1, target.experts + 1)])
+    mean = {name: _number(values.mean()) for name, values in columns.items()}
+    mean |= {f"uniform_{n}": _number(target.experts * (1 - (1 - target.top_k / target.experts) ** n)) for n in WINDOWS}
     return {
         "tokens": len(experts),
         "sequences": len(routing.sequences),
+        "experts": target.experts,
+        "top_k": target.top_k,
+        "provenance": str(trace.header.provenance),
         "slots": slots,
-        "mean": {name: _number(values.mean()) for name, values in columns.items()},
+        "mean": mean,
         "layers": [
             {"layer": layer, **{name: _number(values[i]) for name, values in columns.items()}}
             for i, layer in enumerate(target.moe_layers)
         ],
-        "domain_cosines": [{"a": a, "b": b, "cosine": round(c, 4)} for (a, b), c in domains.items()],
+        "lru_curve": {
+            name: [_number(value) for value in values]
+            for name, values in (("mean", curve.mean(1)), ("lowest", curve.min(1)), ("highest", curve.max(1)))
+        },
+        "popularity": [[_number(value) for value in row] for row in share],
+        **_of_domains(routing, trace, target.experts),
+        **_of_drafts(trace, target.experts),
+    }
+
+
+def _of_domains(routing: Routing, trace: Steps, experts: int) -> dict[str, Any]:
+    domains = cosines(domain_shares(routing, trace.header.sequences, experts))
+    return {"domain_cosines": [{"a": a, "b": b, "cosine": round(c, 4)} for (a, b), c in domains.items()]}
+
+
+def _of_drafts(trace: Steps, experts: int) -> dict[str, Any]:
+    drafts, load = acceptance(trace.steps()), draft_load(trace.steps(), experts)
+    return {
+        "acceptance_model": trace.header.acceptance,
         "acceptance": asdict(drafts) if drafts else None,
+        "draft_load": {**asdict(load), "ratio": load.ratio} if load else None,
     }
 
 
@@ -138,6 +176,7 @@ def layer_rows(found: dict[str, Any]) -> list[dict[str, str | None]]:
         "union_64": "union 64",
         "top20": "top 20%",
         "entropy": "entropy",
+        "gini": "Gini",
     }
     names |= {f"lru_atomic_{count}": f"LRU {count}" for count in found["slots"]}
     records = [*found["layers"], {"layer": "mean", **found["mean"]}]
@@ -157,6 +196,7 @@ def total_rows(found: dict[str, Any]) -> list[dict[str, str]]:
         "tokens": f"{found['tokens']:,} in {found['sequences']} sequences",
         "overlap by lag": listed("overlap", LAGS),
         "experts in K tokens": listed("union", WINDOWS),
+        "used again within K tokens": listed("reuse", DISTANCES),
         "LRU hits by slots (whole token first)": listed("lru_atomic", slots),
         "LRU hits by slots (one by one)": listed("lru_sequential", slots),
     }
@@ -171,6 +211,15 @@ def total_rows(found: dict[str, Any]) -> list[dict[str, str]]:
         rows["acceptance"] = f"{drafts['rate']:.3f} of drafted tokens in {drafts['verify_steps']:,} verify steps"
         rows["tokens per verify"] = f"{drafts['tokens_per_verify']:.2f}"
         rows["accepted by position"] = "  ".join(f"{j + 1}: {p:.3f}" for j, p in enumerate(drafts["by_position"]))
+    load = found["draft_load"]
+    if load:
+        rows["experts a layer in a verify step"] = (
+            f"{load['experts']:.2f}, of which {load['kept_experts']:.2f} for kept tokens ({load['ratio']:.2f} times)"
+        )
+        rows["choices found beforehand"] = (
+            f"rejected drafts: {_shown(load['rejected_found'], '') or '-'} among those of kept tokens, accepted: "
+            f"{_shown(load['accepted_found'], '') or '-'} among those of the first token"
+        )
     return [{"figure": name, "value": value} for name, value in rows.items()]
 
 

@@ -104,6 +104,40 @@ def entropy(share: np.ndarray) -> np.ndarray:
     return -(share * logs).sum(axis=1) / np.log(share.shape[1])
 
 
+def gini(share: np.ndarray) -> np.ndarray:
+    """[L] Gini coefficient of the choices over the experts: 0 is uniform, near 1 a single expert."""
+    count = share.shape[1]
+    ranked = np.sort(share, axis=1)
+    total = ranked.sum(axis=1)
+    weighted = (ranked * (2 * np.arange(1, count + 1) - count - 1)).sum(axis=1)
+    return np.divide(weighted, count * total, out=np.zeros(len(share)), where=total > 0)
+
+
+def independent_union(share: np.ndarray, top_k: int, n: int) -> np.ndarray:
+    """[L] distinct experts that n tokens would choose with these shares [L, E] and no memory of each other."""
+    chosen = np.minimum(share * top_k, 1.0)
+    return (1 - (1 - chosen) ** n).sum(axis=1)
+
+
+def independent_overlap(share: np.ndarray, top_k: int) -> np.ndarray:
+    """[L] share of a token's experts that another token, without any memory of it, would choose too."""
+    return (np.minimum(share * top_k, 1.0) ** 2).sum(axis=1) / top_k
+
+
+def reuse(experts: np.ndarray, offsets: np.ndarray, within: Sequence[int]) -> np.ndarray:
+    """[len(within), L] share of all uses of an expert that come at most n tokens after its last use in the sequence."""
+    tokens, layers, k = experts.shape
+    owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    found = np.full((len(within), layers), np.nan)
+    for layer in range(layers if tokens else 0):
+        again = next_use(experts[:, layer])
+        at = np.broadcast_to(np.arange(tokens)[:, None], again.shape)
+        follows = again < tokens
+        distance = (again - at)[follows][owner[again[follows]] == owner[at[follows]]]
+        found[:, layer] = [(distance <= n).sum() / (tokens * k) for n in within]
+    return found
+
+
 def lru_depths(experts: np.ndarray, offsets: np.ndarray, count: int, atomic: bool = True) -> np.ndarray:
     """[L, E+1] how many uses found their expert as the n-th most recently used of its layer (the last column: never
     used before in this sequence). An LRU cache with C slots a layer, empty when a sequence begins, hits the first C.
@@ -182,3 +216,48 @@ def acceptance(steps: Iterable[Step]) -> Acceptance | None:
         return None
     by_position = tuple(float((accepted[drafted > j] > j).mean()) for j in range(drafted.max()))
     return Acceptance(len(pairs), float(accepted.sum() / drafted.sum()), float(accepted.mean() + 1), by_position)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLoad:
+    """What drafting adds to the experts of a verify step, as means over steps and layers.
+
+    experts: distinct experts a layer that all its tokens need; kept_experts: those that its kept tokens (the first
+    and the accepted drafts) need; `ratio` the first over the second. rejected_found: share of the choices of
+    rejected drafts that a kept token of the same step and layer makes too (None without a rejected draft);
+    accepted_found: the same for accepted drafts against the step's first token.
+    """
+
+    experts: float
+    kept_experts: float
+    rejected_found: float | None
+    accepted_found: float | None
+
+    @property
+    def ratio(self) -> float:
+        return self.experts / self.kept_experts
+
+
+def draft_load(steps: Iterable[Step], experts: int) -> DraftLoad | None:
+    """Compare the routing of drafted tokens with that of the text, in all verify steps; None if there are none."""
+    needed = kept_needed = events = 0
+    found = {"rejected": [0, 0], "accepted": [0, 0]}
+    for step in steps:
+        if step.kind is not Kind.VERIFY:
+            continue
+        layers = np.arange(step.experts.shape[1])[:, None]
+        by_all, by_kept, by_first = (np.zeros((len(layers), experts), bool) for _ in range(3))
+        kept = step.kept
+        by_all[layers, step.experts] = True
+        by_kept[layers, step.experts[kept]] = True
+        by_first[layers, step.experts[0]] = True
+        needed, kept_needed, events = needed + by_all.sum(), kept_needed + by_kept.sum(), events + len(layers)
+        for name, rows, mark in (("rejected", ~kept, by_kept), ("accepted", kept & step.drafted, by_first)):
+            found[name][0] += int(mark[layers, step.experts[rows]].sum())
+            found[name][1] += int(step.experts[rows].size)
+    if not events:
+        return None
+    shares_found = {name: hits / total if total else None for name, (hits, total) in found.items()}
+    return DraftLoad(
+        float(needed / events), float(kept_needed / events), shares_found["rejected"], shares_found["accepted"]
+    )

@@ -10,65 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trace_files import FIXTURES, random_step, same, small_header, write
 
 from moe_spac.traces import open_trace
 from moe_spac.traces.errors import InputError
-from moe_spac.traces.export import export_parquet
 from moe_spac.traces.layout import HEADER_CRC_KEY, HEADER_KEY
-from moe_spac.traces.schema import FORMAT_VERSION, Header, Kind, ModelShape, Provenance, Step
+from moe_spac.traces.schema import FORMAT_VERSION, Header, Kind, Step
 from moe_spac.traces.writer import TraceWriter
-
-FIXTURES = Path(__file__).parent / "fixtures"
-ARRAYS = ("positions", "tokens", "drafted", "experts", "weights", "scores", "ahead")
-
-
-def small_header(experts: int = 6, layers: int = 2, top_k: int = 2, **more) -> Header:
-    shape = ModelShape("tiny", layers + 1, tuple(range(1, layers + 1)), experts, top_k, 8, 4, "float32", 384, 1000, 64)
-    return replace(Header(shape, Provenance.SYNTHETIC, "made for a test"), **more)
-
-
-def random_step(rng: np.random.Generator, header: Header, kind: Kind = Kind.DECODE, n: int = 1, **more) -> Step:
-    layers, experts, k = len(header.target.moe_layers), header.target.experts, header.target.top_k
-
-    def top(*shape: int) -> np.ndarray:
-        return np.argsort(rng.random((*shape, experts)), axis=-1)[..., :k]
-
-    step = Step(
-        sequence=0,
-        turn=0,
-        kind=kind,
-        positions=np.arange(n),
-        tokens=rng.integers(0, 1000, n),
-        drafted=np.arange(n) > 0 if kind is Kind.VERIFY else np.zeros(n, bool),
-        accepted=int(rng.integers(0, n)) if kind is Kind.VERIFY else 0,
-        experts=top(n, layers),
-        weights=rng.random((n, layers, k)) if header.weights else None,
-        scores=rng.random((n, layers, experts)) if header.scores else None,
-        ahead=top(n, layers, header.lookahead) if header.lookahead else None,
-    )
-    return replace(step, **more)
-
-
-def write(path: Path, header: Header, steps: list[Step], flush_each: bool = False) -> Path:
-    with TraceWriter(path, header) as writer:
-        for step in steps:
-            writer.append(step)
-            if flush_each:
-                writer.flush()
-    return path
-
-
-def same(a: Step, b: Step) -> bool:
-    if (a.sequence, a.turn, a.kind, a.accepted) != (b.sequence, b.turn, b.kind, b.accepted):
-        return False
-    pairs = [(getattr(a, name), getattr(b, name)) for name in ARRAYS]
-    return all(
-        (x is None) == (y is None) and (x is None or np.array_equal(x, np.asarray(y, x.dtype))) for x, y in pairs
-    )
 
 
 @settings(max_examples=12, deadline=None)
@@ -106,15 +57,6 @@ def test_counts(tmp_path):
     assert summary.bytes_per_token == (tmp_path / "t.spac").stat().st_size / 18
 
 
-def test_kept_rows_by_batch_equal_those_by_step(tmp_path):
-    header, rng = small_header(), np.random.default_rng(1)
-    steps = [
-        random_step(rng, header, kind, n) for kind, n in [(Kind.VERIFY, 4), (Kind.PREFILL, 3), (Kind.VERIFY, 6)] * 5
-    ]
-    trace = open_trace(write(tmp_path / "t.spac", header, steps))
-    assert np.array_equal(np.concatenate([r.kept for r in trace.batches()]), np.concatenate([s.kept for s in steps]))
-
-
 def test_first_format_version_is_read_for_ever():
     """O12: the fixture was written by the first version of the format; its JSON twin does not depend on our reader."""
     expected = json.loads((FIXTURES / "v1.json").read_text())
@@ -145,14 +87,6 @@ def test_plain_pyarrow_and_pandas_read_it(tmp_path):
     assert np.array_equal(np.stack(frame["experts"]).reshape(4, 2, 2)[:3], steps[0].experts)
 
 
-def test_export_to_parquet_keeps_rows_and_header(tmp_path):
-    assert export_parquet(open_trace(FIXTURES / "v1.spac"), tmp_path / "t.parquet") == 24
-    table = pq.read_table(tmp_path / "t.parquet")
-    plain = pa.ipc.open_stream(str(FIXTURES / "v1.spac")).read_all()
-    assert table.equals(plain)
-    assert table.schema.metadata[HEADER_KEY] == plain.schema.metadata[HEADER_KEY]
-
-
 def test_size_of_a_qwen3_30b_a3b_trace(tmp_path):
     """O07: 48 layers, top 8 of 128: 384 bytes of ids a token, 1,000 tokens within 1 MB."""
     header, rng = small_header(128, 48, 8), np.random.default_rng(0)
@@ -176,14 +110,14 @@ def test_memory_does_not_grow_with_length(tmp_path):
 def test_killed_writer_leaves_a_readable_file(tmp_path):
     """O11: a process is killed between two batches, and another in the middle of one (cut by hand)."""
     script = (
-        "import sys, os, signal; sys.path.insert(0, sys.argv[2]); import numpy as np; import test_file as t\n"
+        "import sys, os, signal; sys.path.insert(0, sys.argv[2]); import numpy as np; import trace_files as t\n"
         "header, rng = t.small_header(), np.random.default_rng(0)\n"
         "writer = t.TraceWriter(sys.argv[1], header)\n"
         "for i in range(600):\n    writer.append(t.random_step(rng, header))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     path = tmp_path / "t.spac"
-    done = subprocess.run([sys.executable, "-c", script, str(path), str(Path(__file__).parent)], check=False)
+    done = subprocess.run([sys.executable, "-c", script, str(path), str(Path(__file__).parents[1])], check=False)
     assert done.returncode == -signal.SIGKILL
     trace = open_trace(path)
     assert trace.summary().state == "incomplete: 512 steps, tail dropped"
