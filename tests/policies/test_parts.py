@@ -80,9 +80,9 @@ def test_hosts_are_spared_the_calls_that_no_part_hears():
     plain, ends, asks = Made(Parts), Made(lambda: Parts(admission=Ends())), Made(lambda: Parts(prefetch=[Asks()]))
     for policy in (plain, ends, asks):
         policy.setup(make_setup(policy, 1, 4, 2))
-    assert plain.deaf == {"transfer_done", "layer_ends", "next_fetch"}
-    assert ends.deaf == {"transfer_done", "next_fetch"}
-    assert asks.deaf == {"layer_ends"}
+    assert plain.deaf == {"transfer_done", "layer_ends", "next_fetch", "draft_length"}
+    assert ends.deaf == {"transfer_done", "next_fetch", "draft_length"}
+    assert asks.deaf == {"layer_ends", "draft_length"}
 
 
 def test_admission_streams_what_it_does_not_want_and_freezes_in_prefill():
