@@ -35,7 +35,8 @@ import numpy as np
 from ..policies.interface import Costs, Scope
 from ..traces.schema import Kind
 from ..traces.views import Steps
-from .counting import Minimum, Routing, count_fast, count_ranked, equal_slots
+from .accesses import BATCH, Accesses
+from .counting import count_fast, equal_slots, hits_of, minimum
 from .machine import Rates
 
 Loads = tuple[int, ...]  # tokens of each needed expert of one event, most first
@@ -93,19 +94,20 @@ class Bounds:
 def bounds(trace: Steps, rates: Rates, slots: int, scope: Scope = "global", cpu: bool = True) -> Bounds:
     """All bounds of a trace. `cpu`: whether there is a CPU tier, as in `Setup`.
 
-    The whole routing is held in memory, one or two bytes for each token, layer and choice.
+    The whole trace is held in memory as `Accesses`.
     """
     shape = trace.header.target
-    whole = Routing.of(trace)
-    routing = whole.only_decode()
+    whole = Accesses.of(trace)
+    decode = whole.only_decode()
     starts = whole.run_starts[whole.decode]
     shares = equal_slots(slots, whole.layers, whole.experts)
-    misses = least_misses(routing, shares if scope == "layer" else (sum(shares),), starts)
-    events = _Events.of(routing, rates.costs)
+    pooled = scope == "global"
+    misses = least_misses(decode, (sum(shares),) if pooled else shares, starts, pooled)
+    events = _Events.of(decode, rates.costs)
     around = _around(trace, rates, shape.layers - len(shape.moe_layers))
-    room = max(shares) if scope == "layer" else sum(shares)
+    room = sum(shares) if pooled else max(shares)
     needed, missed = int(events.needed.sum()), int(misses.sum())
-    static = _static_hits(routing, shares)
+    static = _static_hits(decode, shares)
     serving = [(_Event(loads, rates.costs, room, cpu), times) for loads, times in events.kinds.items()]
     fluid = _fluid_ns(events.kinds, rates, int(around.sum()), missed, shape.expert_bytes, cpu)
     layered = max(fluid, _layered_ns(serving, rates.costs, int(around.sum()), missed))
@@ -113,7 +115,7 @@ def bounds(trace: Steps, rates: Rates, slots: int, scope: Scope = "global", cpu:
     return Bounds(
         slots=sum(shares),
         scope=scope,
-        steps=routing.steps,
+        steps=decode.steps,
         tokens=sum(step.emitted for step in trace.steps()),
         needed=needed,
         least_misses=missed,
@@ -129,8 +131,8 @@ def bounds(trace: Steps, rates: Rates, slots: int, scope: Scope = "global", cpu:
     )
 
 
-def _rate(routing: Routing, policy: str, slots: int) -> float | None:
-    counts = count_fast(routing, policy, slots)
+def _rate(accesses: Accesses, policy: str, slots: int) -> float | None:
+    counts = count_fast(accesses, policy, slots)
     needed = counts.in_decode(counts.needed)
     return counts.in_decode(counts.hits) / needed if needed else None
 
@@ -138,43 +140,39 @@ def _rate(routing: Routing, policy: str, slots: int) -> float | None:
 # Misses
 
 
-def least_misses(routing: Routing, capacity: tuple[int, ...], starts: np.ndarray) -> np.ndarray:
+def least_misses(accesses: Accesses, capacity: tuple[int, ...], starts: np.ndarray, pooled: bool) -> np.ndarray:
     """[S, L]: misses of each event under Belady's rule with bypass, filled anew for nothing where `starts`, [S] bool.
 
-    capacity: one number a layer, or a single one for a pool.
+    capacity: one number a layer, or, `pooled`, a single one for all.
     """
-    if len(capacity) == routing.layers:
-        return count_ranked("min", Minimum(routing, capacity), starts).misses
-    return _pool_misses(routing, capacity[0], starts)
+    if pooled:
+        hits = _pool_hits(accesses, capacity[0], starts)
+    else:
+        hits = hits_of(accesses, minimum(accesses), capacity, starts)
+    return accesses.by_event(~hits)
 
 
-def _pool_misses(routing: Routing, slots: int, starts: np.ndarray) -> np.ndarray:
-    """The same rule for one pool, as the choice of intervals: two uses of an expert that follow each other are a hit
-    if it stays in between, at most `slots` may stay over any event, and the ones that end last are given up first."""
-    events, keys = _accesses(routing)
-    following = _following(keys)
-    first_access = np.searchsorted(events, np.flatnonzero(starts) * routing.layers)
-    begins = np.searchsorted(events, np.arange(routing.steps * routing.layers + 1)).tolist()
-    chosen_at = {int(events[a]): a for a in first_access.tolist() if a < len(keys)}
-    stays = bytearray(len(keys))  # of each access: whether its expert stayed since the use before
+def _pool_hits(accesses: Accesses, slots: int, starts: np.ndarray) -> np.ndarray:
+    """The same rule for one pool, [A] bool, as the choice of intervals: two uses of an expert that follow each other
+    are a hit if it stays in between, at most `slots` may stay over any event, and those that end last are given up.
+    """
+    begins = np.searchsorted(accesses.events, np.arange(accesses.steps * accesses.layers + 1)).tolist()
+    fresh = set((np.flatnonzero(starts) * accesses.layers).tolist())
+    following = accesses.following.tolist()
+    stays = bytearray(len(following))  # of each access: whether its expert stayed since the use before
     ends: list[int] = []  # accesses at which the staying intervals end, negated; those that are over are lowest
     live = 0
-    misses = np.zeros(routing.steps * routing.layers, np.int64)
-    after = following.tolist()
-    for event in range(len(misses)):
-        begin, end = begins[event], begins[event + 1]
-        if event in chosen_at:
+    for event, (begin, end) in enumerate(pairwise(begins)):
+        if event in fresh:
             for a in ends:
-                stays[-a] = 0
-            ends = [-a for a in _first_of_each(keys, begin)[:slots].tolist()]
-            heapify(ends)
+                stays[-a] = -a < begin and stays[-a]
+            first = accesses.first_from(begin)[:slots].tolist()
+            for a in first:
+                stays[a] = 1
+            ends = [-a for a in reversed(first)]  # ascending, so a heap
             live = len(ends)
-            for a in ends:
-                stays[-a] = 1
-        hits = stays.count(1, begin, end)
-        misses[event] = end - begin - hits
-        live -= hits
-        for a in after[begin:end]:
+        live -= stays.count(1, begin, end)
+        for a in following[begin:end]:
             if a:
                 heappush(ends, -a)
                 stays[a] = 1
@@ -185,39 +183,15 @@ def _pool_misses(routing: Routing, slots: int, starts: np.ndarray) -> np.ndarray
         if len(ends) > 2 * slots + 4096:
             ends = [a for a in ends if -a >= end]
             heapify(ends)
-    return misses.reshape(routing.steps, routing.layers)
+    return np.frombuffer(stays, bool)
 
 
-def _accesses(routing: Routing) -> tuple[np.ndarray, np.ndarray]:
-    """Every needed expert of every event in order: number of its event, number of its (layer, expert)."""
-    flat = [np.flatnonzero(c.need) + c.first * routing.layers * routing.experts for c in routing.chunks()]
-    places = np.concatenate([*flat, np.zeros(0, np.int64)])
-    return places // routing.experts, places % (routing.layers * routing.experts)
-
-
-def _following(keys: np.ndarray) -> np.ndarray:
-    """For each access the next one of the same key, or 0."""
-    order = np.argsort(keys, kind="stable")
-    following = np.zeros(len(keys), np.int64)
-    same = keys[order[1:]] == keys[order[:-1]]
-    following[order[:-1][same]] = order[1:][same]
-    return following
-
-
-def _first_of_each(keys: np.ndarray, begin: int) -> np.ndarray:
-    """The first access of each key from `begin` on, ascending."""
-    _, first = np.unique(keys[begin:], return_index=True)
-    return np.sort(first) + begin
-
-
-def _static_hits(routing: Routing, shares: tuple[int, ...]) -> tuple[int, int]:
+def _static_hits(accesses: Accesses, shares: tuple[int, ...]) -> tuple[int, int]:
     """Hits of the best fixed placement: with the layers' equal shares, and with the slots shared out at will."""
-    uses = np.zeros((routing.layers, routing.experts), np.int64)
-    for chunk in routing.chunks():
-        uses += chunk.need.sum(axis=0)
-    best = -np.sort(-uses, axis=1)
+    uses = np.bincount(accesses.keys, minlength=accesses.layers * accesses.experts)
+    best = -np.sort(-uses.reshape(accesses.layers, accesses.experts), axis=1)
     equal = sum(int(row[:share].sum()) for row, share in zip(best, shares, strict=True))
-    return equal, int(-np.sort(-uses, axis=None)[: sum(shares)].sum())
+    return equal, int(-np.sort(-uses)[: sum(shares)].sum())
 
 
 # Time
@@ -233,17 +207,17 @@ class _Events:
     kinds: Counter[Loads]
 
     @classmethod
-    def of(cls, routing: Routing, costs: Costs) -> "_Events":
-        size = (routing.steps, routing.layers)
-        needed, gpu_ns, kinds = np.zeros(size, np.int64), np.zeros(size, np.int64), Counter()
-        for chunk in routing.chunks():
-            loads = np.bincount(chunk.places.reshape(-1), minlength=chunk.need.size).reshape(chunk.need.shape)
-            most = int(loads.max())
-            price = np.array([0, *(costs.gpu_ns(n) for n in range(1, most + 1))])
-            here = slice(chunk.first, chunk.first + len(loads))
-            needed[here] = chunk.need.sum(axis=2)
-            gpu_ns[here] = price[loads].sum(axis=2)
-            tally = np.stack([(loads == n).sum(axis=2) for n in range(most, 0, -1)], axis=-1).reshape(-1, most)
+    def of(cls, accesses: Accesses, costs: Costs) -> "_Events":
+        most = int(accesses.loads.max(initial=0))
+        price = np.array([0, *(costs.gpu_ns(n) for n in range(1, most + 1))])
+        needed, gpu_ns = accesses.by_event(np.ones(len(accesses.keys))), accesses.by_event(price[accesses.loads])
+        kinds = Counter[Loads]()
+        size = accesses.layers * max(1, most)
+        for first in range(0, accesses.steps, BATCH):
+            last = min(first + BATCH, accesses.steps)
+            here = slice(int(accesses.begins[first]), int(accesses.begins[last]))
+            at = (accesses.events[here] - first * accesses.layers) * most + most - accesses.loads[here]
+            tally = np.bincount(at, minlength=(last - first) * size).reshape(-1, max(1, most))
             for row, times in zip(*np.unique(tally, axis=0, return_counts=True), strict=True):
                 kinds[tuple(np.repeat(np.arange(most, 0, -1), row).tolist())] += int(times)
         return cls(needed, gpu_ns, kinds)
@@ -256,7 +230,7 @@ def _around(trace: Steps, rates: Rates, dense_only: int) -> np.ndarray:
     rows = []
     for step in trace.steps():
         if step.kind is not Kind.PREFILL:
-            dense = rates.dense_ns(len(step), int(step.positions[0]))
+            dense = rates.dense_ns(len(step), step.context)
             row = np.full(layers, dense + rates.policy_ns)
             row[0] += int(step.drafted.sum()) * rates.draft_token_ns + rates.step_ns + dense_only * dense
             rows.append(row)

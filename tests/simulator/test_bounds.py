@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from moe_spac.policies.driver import Driver
 from moe_spac.policies.interface import Costs, Key, Policy, Where
 from moe_spac.policies.load import load_policy, policy_names
+from moe_spac.simulator.accesses import Accesses
 from moe_spac.simulator.bounds import bounds, least_misses
-from moe_spac.simulator.counting import Routing, count_fast
+from moe_spac.simulator.counting import count_fast
 from moe_spac.simulator.engine import Engine, future_of, replay_step, setup_for
 from moe_spac.simulator.machine import Rates
 from moe_spac.traces.schema import Kind, Step
@@ -82,13 +83,12 @@ def events_of(made: Trace) -> list[tuple[int, frozenset[int]]]:
 @given(st.integers(0, 2**32 - 1), st.integers(1, 2), st.integers(1, 3))
 def test_least_misses_equal_exhaustive_search_in_a_pool(seed, layers, slots):
     tiny = made(np.random.default_rng(seed), 6, layers, 4 if layers == 1 else 3, 1)
-    routing = Routing.of(tiny)
-    found = int(least_misses(routing, (slots,), routing.run_starts).sum())
+    accesses = Accesses.of(tiny)
+    found = int(least_misses(accesses, (slots,), accesses.run_starts, True).sum())
     assert found == fewest_misses(events_of(tiny), slots)
     assert found == by_any_schedule(events_of(tiny), slots)
     if layers == 1:
-        by_layer = least_misses(Routing(5, routing.ids, routing.begins, routing.decode), (slots,), routing.run_starts)
-        assert int(by_layer.sum()) == found
+        assert int(least_misses(accesses, (slots,), accesses.run_starts, False).sum()) == found
 
 
 @settings(max_examples=25, deadline=None)
@@ -104,12 +104,13 @@ def test_min_with_and_without_bypass_equals_exhaustive_search(seed, slots):
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 12))
 def test_a_pool_misses_at_most_what_equal_shares_do_and_every_prefix_is_least(seed, layers, slots):
     some = made(np.random.default_rng(seed), 20, layers, 6, 2)
-    routing = Routing.of(some)
+    accesses = Accesses.of(some)
     shares = tuple(slots // layers + (i < slots % layers) for i in range(layers))
-    pool, equal = (least_misses(routing, c, routing.run_starts) for c in ((slots,), shares))
+    pool = least_misses(accesses, (slots,), accesses.run_starts, True)
+    equal = least_misses(accesses, shares, accesses.run_starts, False)
     assert pool.sum() <= equal.sum()
-    first = Routing.of(trace(some.listed[:9], 6))
-    assert least_misses(first, (slots,), first.run_starts).tolist() == pool[:9].tolist()
+    first = Accesses.of(trace(some.listed[:9], 6))
+    assert least_misses(first, (slots,), first.run_starts, True).tolist() == pool[:9].tolist()
 
 
 def test_every_run_starts_from_the_best_content():
