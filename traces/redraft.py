@@ -15,6 +15,7 @@ from itertools import groupby
 
 import numpy as np
 
+from .batch import Batch
 from .errors import InputError
 from .schema import DraftShape, Header, Kind, Step
 from .views import Steps, View, autoregressive
@@ -156,6 +157,8 @@ class Cut:
         """The text row by row, each with what is known of a draft there."""
         wrong: list[Row] = []
         for step in run:
+            if isinstance(step, Batch):
+                raise InputError("draft lengths are chosen for one sequence at a time: no --batch with such a policy")
             kept = step.kept
             for row in np.flatnonzero(kept).tolist():
                 if step.drafted[row]:

@@ -141,6 +141,11 @@ class Step:
         return 0 if self.kind is Kind.PREFILL else self.accepted + 1
 
     @property
+    def context(self) -> int:
+        """Tokens before this pass, whose keys and values it reads."""
+        return int(self.positions[0])
+
+    @property
     def kept(self) -> np.ndarray:
         """[n] bool: rows that belong to the final text (all but the rejected drafts)."""
         return kept_rows(self.drafted, self.accepted)
