@@ -23,7 +23,8 @@ DOES_NOT_FIT, TOO_FEW = "DOES_NOT_FIT", "SLOTS_LT_TOPK"
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What is to fit where. Sizes in bytes, `slots` a layer (None: as many as there is room for); `ram` None: not
-    said; `pin`: host memory to pin, None: all experts where that costs nothing of the card (not on Windows)."""
+    said; `pin`: host memory to pin, None: all experts where that costs nothing of the card (not on Windows).
+    `pooled`: the slots are one pool for all layers, which needs more for staging."""
 
     model: ModelSize
     form: Format
@@ -35,6 +36,7 @@ class Wanted:
     platform: str = "linux"
     pin: int | None = None
     slots: int | None = None
+    pooled: bool = False
 
     @property
     def shape(self) -> ModelShape:
@@ -81,14 +83,14 @@ def plan(wanted: Wanted, machine: Machine) -> Plan:
     if not model.moe_layers:
         raise InputError(f"{model.name}: has no routed experts, so there is nothing to offload; give an MoE model")
     more = fixed_bytes(wanted)
-    fit = count_slots(wanted.vram, machine, shape, wanted.draft_shape, wanted.context, False, more)
+    fit = count_slots(wanted.vram, machine, shape, wanted.draft_shape, wanted.context, wanted.pooled, more)
     slots = fit.slots if wanted.slots is None else min(wanted.slots, model.experts) * wanted.layers
     card = None
     if wanted.slots is not None:
         smaller = with_entry(machine, "gpu.vram", min(machine["gpu.vram"], wanted.vram), "--vram")
-        card = card_with(slots, smaller, shape, wanted.draft_shape, wanted.context, False, more)
+        card = card_with(slots, smaller, shape, wanted.draft_shape, wanted.context, wanted.pooled, more)
     everything = slots == wanted.layers * model.experts
-    staging = fit.staging if wanted.slots is None else staging_for(slots, shape, pooled=False)
+    staging = fit.staging if wanted.slots is None else staging_for(slots, shape, wanted.pooled)
     pin, machine = _pinned(wanted, machine, fit, slots + staging, everything)
     result = Plan(
         wanted,
@@ -184,10 +186,8 @@ def _notes(wanted: Wanted) -> tuple[str, ...]:
             f"linear attention keeps {show_size(model.state_bytes)} whatever the context; spac-exec cannot roll such "
             "states back, so it runs this model without a draft"
         )
-    if model.kv_growing and model.family.startswith(("deepseek", "kimi", "glm_moe_dsa", "longcat")):
-        found.append(
-            "latent attention: the compressed vector is counted, as llama.cpp keeps it; transformers keeps more"
-        )
+    if model.latent:
+        found.append("latent attention: the compressed vector is counted, as in llama.cpp; transformers keeps more")
     if wanted.vram % 10**9 == 0 and wanted.vram % 2**20:
         gib = round(wanted.vram / 10**9)
         found.append(f"--vram {gib}GB is {show_size(wanted.vram)}; a card sold with {gib} GB has {gib}GiB")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..policies.load import load_policy
 from ..traces.errors import InputError
 from ..traces.redraft import windowed
 from ..traces.schema import DraftShape, Header, Kind, ModelShape, Provenance, Step
@@ -118,15 +119,16 @@ def speeds(
 ) -> tuple[list[Speed], list[str]]:
     """Every policy without and (if there is a draft) with speculation, and what that says of speculation.
 
-    Without, the draft's place on the card has slots too (O37). Both are compared at the plan's size.
+    Without, the draft's place on the card has slots too (O37), and a policy with one pool for all layers has what its
+    staging leaves: every policy gets the same memory, as by `spac-sim run --vram` where it is run alone.
     `tell` is told the policy and mode of each group of runs, how many are done, and of how many.
     """
     source = Source(sample.trace)
     modes = [AR, SD] if source.speculates else [AR]
     loads = loads_for(source, modes)
     machines = _at(p, profile, LOW), p.machine, _at(p, profile, HIGH)
-    slots = {SD: p.slots, AR: plan(replace(p.wanted, draft=None), p.machine).slots}
-    cases = [Case(policy, slots[mode], mode, size=p.slots) for policy in dict.fromkeys(policies) for mode in modes]
+    names = dict.fromkeys(policies)
+    cases = [Case(name, _slots(p, name, mode), mode, size=p.slots) for name in names for mode in modes]
     rows, middle = [], []
     for done, case in enumerate(cases):
         if tell:
@@ -137,14 +139,21 @@ def speeds(
     return rows, [v.words() for v in _verdicts(middle, sample.acceptance)]
 
 
+def _slots(p: Plan, policy: str, mode: str) -> int:
+    """What the card holds for a policy of that scope, in one mode."""
+    draft = p.wanted.draft if mode == SD else None
+    return plan(replace(p.wanted, draft=draft, pooled=load_policy(policy).scope == "global"), p.machine).slots
+
+
 def _verdicts(outcomes: Sequence[Outcome], assumed: float | None) -> list[Verdict]:
     """Whether speculation pays, at the assumed acceptance where it is not a measured one."""
     found = verdicts(outcomes)
     if assumed is None:
         return found
     corrected = []
-    for v, sd in zip(found, (o for o in outcomes if o.mode == SD and o.speed > 0), strict=True):
-        tokens = expected_tokens(assumed, sd.metrics["drafted_per_verify"])
+    drafted = {o.policy: o.metrics.get("drafted_per_verify") for o in outcomes if o.mode == SD}
+    for v in found:
+        tokens = expected_tokens(assumed, drafted[v.policy] or 0.0)
         gain = v.speedup * tokens / v.tokens_per_verify
         corrected.append(replace(v, pays=gain > 1, speedup=gain, tokens_per_verify=tokens, acceptance=None))
     return corrected

@@ -70,7 +70,7 @@ def test_what_the_headroom_costs():
 
 def test_fewer_slots_than_experts_per_token_is_said_plainly_o35(fit):
     code, out, _ = fit("fit", "Qwen3-30B-A3B", "--vram", "8GiB", "--headroom", "0MiB", "--draft", "Qwen3-0.6B",
-                       "--quant", "bf16", "--policy", "static", "--tokens", "2")  # fmt: skip
+                       "--quant", "bf16", "--policy", "ar-lru", "--tokens", "2")  # fmt: skip
     assert code == 0
     assert "fewer slots (3) than experts per token (8)" in out
     assert "SLOTS_LT_TOPK" in out
@@ -158,27 +158,35 @@ def test_dense_layers_count_for_llama():
     assert f"--n-cpu-moe {27 - on_card} " in llama_flags(p)
 
 
-def test_one_estimator_o27(fit, tmp_path):
-    """`run` on the steps that `fit` times, with the slots that it found, by both ways of giving them."""
-    code, out, _ = fit("fit", "Qwen3-30B-A3B", "--vram", "12GiB", "--policy", "ar-lru", "--policy", "static", "--json")
+@pytest.mark.parametrize("draft", [None, "Qwen3-0.6B"])
+def test_one_estimator_o27(fit, tmp_path, draft):
+    """`run` on the steps that `fit` times gives the slots and the speed of `fit`, policy by policy and mode by mode."""
+    asked = ("--policy", "ar-lru", "--policy", "static")
+    more = ("--draft", draft) if draft else ()
+    code, out, _ = fit("fit", "Qwen3-30B-A3B", "--vram", "12GiB", "--tokens", "6", "--json", *asked, *more)
     found = json.loads(out)
     assert code == 0
-    p = plan(wanted(12, draft=None), MACHINE)
-    sample = synthetic_sample(p, 12, 0, Drafting())
+    sample = synthetic_sample(plan(wanted(12, draft=draft), MACHINE), 6, 0, Drafting())
     with TraceWriter(tmp_path / "t.spac", sample.trace.header) as writer:
         for one in sample.trace.steps():
             writer.append(one)
-    words = ("run", "t.spac", "--policy", "ar-lru", "--policy", "static", "--no-optimum", "--no-plots", "--json")
+    assert len(found["speeds"]) == (4 if draft else 2)
     for s in found["speeds"]:
-        assert s["middle"] == s["run"]
-        assert s["low"] <= s["run"] <= s["high"]
-    code, out, _ = fit(*words, "--vram", "12GiB")
-    assert code == 0
-    assert speeds_in(json.loads(out)) == {s["policy"]: pytest.approx(s["run"], rel=1e-3) for s in found["speeds"]}
+        words = ("--policy", s["policy"], "--mode", s["mode"], "--no-optimum", "--no-plots", "--json")
+        code, out, _ = fit("run", "t.spac", "--vram", "12GiB", *words)
+        (run,) = (r for r in json.loads(out)["runs"] if r["policy"] == s["policy"] and r["mode"] == s["mode"])
+        assert run["slots"] / 48 == s["slots_per_layer"]
+        assert run["tokens_per_s"] == pytest.approx(s["run"], rel=1e-3)
+        assert s["low"] <= s["middle"] <= s["high"]
 
 
-def speeds_in(document) -> dict[str, float]:
-    return {run["policy"]: run["tokens_per_s"] for run in document["runs"] if not run["reference"]}
+def test_the_middle_of_a_drafted_run_has_the_assumed_acceptance(fit):
+    """A sample's verify steps accept by chance; `run` shows that, `middle` what was assumed."""
+    words = ("fit", "Qwen3-30B-A3B", "--vram", "12GiB", "--draft", "Qwen3-0.6B", "--policy", "static", "--tokens", "6")
+    none, all_ = (json.loads(fit(*words, "--acceptance", a, "--json")[1])["speeds"][1] for a in ("0", "1"))
+    assert none["middle"] == pytest.approx(none["run"])  # one token a step, whatever the chances
+    assert all_["middle"] == pytest.approx(all_["run"])
+    assert all_["middle"] > none["middle"]
 
 
 def test_a_card_nobody_measured_gets_a_range_o29(fit):
@@ -222,7 +230,7 @@ def test_routing_of_another_shape_is_said_and_fits_it():
     p = plan(Wanted(size, size.published, 24 * GIB, 8192), MACHINE)
     sample = synthetic_sample(p, 5, 0, Drafting())
     steps = list(sample.trace.steps())
-    assert "the nearest that is known" in sample.words
+    assert "the nearest that are known" in sample.words
     assert [len(s) for s in steps[1:]] == [1] * 5
     assert steps[1].experts.shape == (1, 7, 3)
     assert max(int(s.experts.max()) for s in steps) < 12
