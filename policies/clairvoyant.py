@@ -107,3 +107,6 @@ class Min(Policy):
         for pair in spared:
             heappush(heap, pair)
         return None if found is None or keep else found[1]
+
+    def surrender(self, layer: int, candidates: Candidates, view: View) -> Key | None:
+        return max(candidates, key=self._next_event, default=None)

@@ -83,6 +83,9 @@ class _HybriMoe(Policy):
                 return key
         return None
 
+    def surrender(self, layer: int, candidates: Candidates, view: View) -> Key | None:
+        return self._first_victim(layer, candidates, view)
+
     def _place(self, how: str) -> Iterable[Key]:
         rng = np.random.default_rng(self._setup.seed)
         for layer, slots in enumerate(self._setup.slots):

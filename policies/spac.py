@@ -172,6 +172,7 @@ class MoeSpac(Policy):
         self._queues = LevelQueues(top, experts)
         self._held: Request | None = None
         self._flying: dict[int, int] = {}
+        self._slots = setup.slots[0]
         self._taken = 0  # slots that are occupied or reserved
         self._thresholds = [min(self.tau, top + 1)] * layers
         self._runs = [0] * layers
@@ -188,6 +189,9 @@ class MoeSpac(Policy):
     def step_begins(self, step: StepInfo) -> None:
         self._this_step_ns = 0
         self._timed = step.kind is not Kind.PREFILL
+
+    def slots_changed(self, slots: tuple[int, ...]) -> None:
+        self._slots = slots[0]
 
     def step_ends(self, accepted: int, kept: np.ndarray) -> None:
         if self._timed and self._this_step_ns:
@@ -233,7 +237,7 @@ class MoeSpac(Policy):
         mean += self.smoothing * (self._counts - mean)
         utility = self.utility.u[layer]
         gpu_ns, cpu_ns = self._times.of(np.maximum(utility, mean))
-        free = self._setup.slots[0] - self._taken
+        free = self._slots - self._taken
         room = [free + colder for colder in self.keys.colder()]
         # Until a step has been timed the link's share is not known and does not bind.
         budget = self._step_ns / self._setup.layers if self._step_ns else float("inf")
@@ -298,9 +302,17 @@ class MoeSpac(Policy):
         victim = Key(*divmod(id_, self._setup.experts))
         if key >= self._thresholds[incoming.layer] or victim not in candidates:
             return None
+        self._remove(id_)
+        return victim
+
+    def surrender(self, layer: int, candidates: Candidates, view: View) -> Key | None:
+        _, id_ = self.keys.coldest()
+        self._remove(id_)
+        return Key(*divmod(id_, self._setup.experts))
+
+    def _remove(self, id_: int) -> None:
         self.keys.remove(id_)
         self._taken -= 1
-        return victim
 
 
 @dataclass

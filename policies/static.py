@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from .interface import Demand, Key, Policy, Setup, View, Where
+from .interface import Candidates, Demand, Key, Policy, Setup, View, Where
 from .prefill import cheaper_absent
 
 
@@ -49,3 +49,7 @@ class Static(Policy):
         if self.offload_tokens == "auto":
             return cheaper_absent(loads, self._setup.costs)
         return Where.CPU if tokens < self.offload_tokens else Where.STREAM
+
+    def surrender(self, layer: int, candidates: Candidates, view: View) -> Key | None:
+        """From the first layer on the GPU, as with fewer slots from the start."""
+        return next(iter(candidates), None)

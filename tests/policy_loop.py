@@ -1,6 +1,6 @@
 """A small count-only host for policy tests: the driver's calls in order, with copies landing when chance says so."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -42,9 +42,17 @@ class Host:
         self.flying: list[Key] = []
         self.wall_ns = 0
 
-    def play(self, kinds: Sequence[Kind] | None = None, ahead: int = 0, scores: bool = False) -> Driver:
-        """`ahead`: give true forecasts of so many next layers, from channel "next-gate"."""
+    def play(
+        self,
+        kinds: Sequence[Kind] | None = None,
+        ahead: int = 0,
+        scores: bool = False,
+        slots: Mapping[int, tuple[int, ...]] | None = None,
+    ) -> Driver:
+        """`ahead`: give true forecasts of so many next layers, from "next-gate". `slots`: resize before steps."""
         for index, ids in enumerate(self.routing):
+            if slots and index in slots:
+                self.driver.resize(slots[index])
             n = len(ids)
             kind = kinds[index] if kinds else Kind.VERIFY
             self.driver.step_begins(StepInfo(index, kind, np.zeros(n, np.int32), np.arange(n) > 0))

@@ -11,9 +11,22 @@ from moe_spac.traces.schema import Kind
 
 VARIANTS = [
     *policy_names(),
-    "ar-lru:scope=global",
+    "ar-lru:scope=global,spec_topk=1",
+    "ar-lru:write_back=true,spec_topk=2",
+    "decayed-lfu:period=2,scope=global,accepted_only=true",
+    "fiddler:release=true",
+    "fifo:scope=global",
+    "hindsight:scope=global",
     "hybrimoe:start=random,horizon=1",
     "hybrimoe-release:prefetch_size=3,start=first,literal=true",
+    "kt-dynamic:threshold=2",
+    "least-stale:reading=interval,scope=layer,spec_topk=1",
+    "least-stale:reading=layers",
+    "lfru:scope=global",
+    "lfu:bypass=true,scope=global",
+    "lfu-in-cache:reset=false,scope=global",
+    "llamacpp-cache:scope=global,order=lrfu,freeze_prefill=false,offload_tokens=4",
+    "lrfu:scope=global,half_life=1",
     "min:scope=global",
     "min:bypass=false,placed=true",
     "moe-spac:scale=false",
@@ -22,6 +35,10 @@ VARIANTS = [
     "moe-spac:balance=false,offload_tokens=3",
     "moe-spac-release:up=1,offload_tokens=4",
     "moe-spac-release:up=1,tau=2,balance=true",
+    "n-cpu-moe:n=3",
+    "s3-fifo:scope=global,small=0.4",
+    "slru:scope=global,protected=0.5",
+    "static:offload_tokens=auto",
     "static:partial=false",
 ]
 
@@ -40,7 +57,7 @@ def play(spec, seed, slots, link=1, cpu=True, draft=3):
 
 
 @pytest.mark.parametrize("spec", VARIANTS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 7), st.integers(1, 2), st.booleans(), st.sampled_from([0, 3, 8]))
 def test_serves_every_expert_once_within_the_slots_and_repeats_itself(spec, seed, slots, link, cpu, draft):
     host = play(spec, seed, slots, link, cpu, draft)
@@ -51,6 +68,27 @@ def test_serves_every_expert_once_within_the_slots_and_repeats_itself(spec, seed
     again = play(spec, seed, slots, link, cpu, draft)
     assert again.record == host.record
     assert again.driver.total == total
+
+
+@pytest.mark.parametrize("spec", VARIANTS)
+def test_slots_come_and_go(spec):
+    """The host takes slots away between steps: what goes is the policy's own choice, and it goes on without them."""
+    policy = load_policy(spec)
+    asked = []
+
+    def surrender(layer, candidates, view, own=policy.surrender):
+        asked.append(key := own(layer, candidates, view))
+        assert key in candidates
+        return key
+
+    routing = random_routing(np.random.default_rng(7), 24, 3, 6, 2)
+    setup = make_setup(policy, 3, 6, 4, draft_length=3)
+    host = Host(policy, setup, routing)
+    policy.surrender = surrender  # type: ignore[method-assign]
+    kinds = [Kind.PREFILL if at % 8 == 0 else Kind.VERIFY for at in range(24)]
+    shares = {6: 0.5, 12: 0.0, 18: 0.75}
+    host.play(kinds, ahead=1, slots={at: tuple(int(share * n) for n in setup.slots) for at, share in shares.items()})
+    assert asked or not (host.driver.cache.resident or host.driver.total.evictions)
 
 
 @pytest.mark.parametrize("spec", VARIANTS)
@@ -66,13 +104,36 @@ def test_one_object_serves_several_runs(spec):
     assert records[0] == records[1]
 
 
-@pytest.mark.parametrize("spec", [s for s in VARIANTS if "static" not in s and "spac" not in s])
+MOVES_WITH_ALL_SLOTS = ("static", "spac", "n-cpu-moe")
+
+
+@pytest.mark.parametrize("spec", [s for s in VARIANTS if not any(word in s for word in MOVES_WITH_ALL_SLOTS)])
 def test_with_a_slot_for_each_expert_nothing_is_evicted(spec):
     host = play(spec, 3, slots=6)
     assert host.driver.total.evictions == 0
 
 
 ON_AND_OFF = [
+    ("ar-lru", "ar-lru:spec_topk=1", 0),
+    ("ar-lru:spec_topk=1", "ar-lru:spec_topk=2", 0),
+    ("decayed-lfu:period=4", "decayed-lfu:period=8", 8),
+    ("fiddler", "fiddler:release=true", 40),
+    ("kt-dynamic:threshold=1", "kt-dynamic:threshold=9", 0),
+    ("kt-random", "kt-random:seed=1", 0),
+    ("least-stale", "least-stale:reading=interval", 8),
+    ("least-stale", "least-stale:reading=layers", 8),
+    ("lfru", "lfru:bypass=false", 8),
+    ("lfru", "lfru:accepted_only=true", 8),
+    ("lfu", "lfu:bypass=true", 8),
+    ("lfu", "lfu:accepted_only=true", 8),
+    ("lfu-in-cache", "lfu-in-cache:reset=false", 8),
+    ("llamacpp-cache", "llamacpp-cache:inserts=1", 8),
+    ("llamacpp-cache", "llamacpp-cache:order=lrfu", 8),
+    ("llamacpp-cache", "llamacpp-cache:freeze_prefill=false", 8),
+    ("lrfu", "lrfu:half_life=2", 8),
+    ("s3-fifo", "s3-fifo:small=0.5", 8),
+    ("s3-fifo", "s3-fifo:promote=1", 8),
+    ("slru", "slru:protected=0.2", 8),
     ("hybrimoe", "hybrimoe:prefetch=false", 8),
     ("hybrimoe", "hybrimoe:alpha=1.0", 8),
     ("hybrimoe-release", "hybrimoe-release:prefetch_size=2", 8),
@@ -97,6 +158,6 @@ def test_every_feature_changes_decisions(on, off, draft):
         setup = make_setup(policy, 3, 16, 5, 3, draft_length=draft)
         host = Host(policy, setup, routing, rng, slow=True)
         host.wall_ns = 600_000
-        host.play(ahead=2)
+        host.play([Kind.PREFILL, *[Kind.VERIFY] * 39], ahead=2)
         records.append(host.record)
     assert records[0] != records[1]
