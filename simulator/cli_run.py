@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..traces.console import say, show_json
+from ..traces.console import parse_size, say, show_json
 from ..traces.errors import InputError
 from .cli_sizes import PAPER_FRACTION, sizes_for
 
@@ -39,6 +39,9 @@ def run(
         str | None, typer.Option(metavar="F[,F…]", help=f"Slots as a share of all experts. Default {PAPER_FRACTION}.")
     ] = None,
     vram: Annotated[str | None, typer.Option(metavar="SIZE", help="Slots that fit in this, e.g. 12GiB.")] = None,
+    kv_grows: Annotated[
+        bool, typer.Option("--kv-grows", help="With --vram: keys and values take slots as the text gets longer.")
+    ] = False,
     mode: Annotated[str, typer.Option(help="sd (as recorded), ar (without speculation) or both.")] = "both",
     draft_lengths: Annotated[
         str | None,
@@ -52,6 +55,7 @@ def run(
     draft: Annotated[
         str | None, typer.Option(metavar="MODEL", help="With --window: whose drafting is charged, e.g. Qwen3-0.6B.")
     ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that are decoded at once.")] = 1,
     protect_decode: Annotated[
         bool, typer.Option("--protect-decode", help="Prefill copies experts, use them once and leave the cache alone.")
     ] = False,
@@ -85,14 +89,18 @@ def run(
     profile = load_machine(machine)
     opened = open_trace(trace, strict)
     warn_if_unfinished(opened)
-    source = source_for(opened, limit_steps, window, acceptance, seed, draft)
+    source = source_for(opened, limit_steps, window, acceptance, seed, draft, batch)
     modes = modes_for(mode, source)
     lengths = lengths_for(draft_lengths, modes)
     loads = loads_for(source, modes)
     if not any(load.decodes for load in loads.values()):
         raise InputError(f"{trace}: no decode steps among those taken; give a longer trace or a larger --limit-steps")
     job = Job(source, profile, loads, seed, protect_decode, regret, bounded=optimum)
-    sizes, words = sizes_by_mode(slots, cache_fraction, vram, job, list(loaded.values()), modes)
+    sizes, words = sizes_by_mode(slots, cache_fraction, vram, job, list(loaded.values()), modes, kv_grows)
+    if kv_grows:
+        job = replace(
+            job, vram=parse_size(vram or "", "--vram"), pooled=any(p.scope == "global" for p in loaded.values())
+        )
     cases = cases_for(specs, sizes, modes, optimum)
     with progress_bar("replaying", sum(loads[c.mode].steps for c in cases)) as progress:
         outcomes = run_cases(job, cases, jobs, progress)
@@ -110,7 +118,7 @@ def run(
 
 
 def source_for(
-    trace: Any, limit: int, window: int, acceptance: float | None, seed: int, draft: str | None = None
+    trace: Any, limit: int, window: int, acceptance: float | None, seed: int, draft: str | None = None, batch: int = 1
 ) -> "Source":
     """Which steps to take. InputError for --window without --acceptance, the reverse, or on a trace with drafts."""
     from .compare import Source
@@ -121,7 +129,7 @@ def source_for(
         raise InputError(f"--window: {trace.path} has recorded drafts; leave --window out, or use --mode ar")
     if draft and not window:
         raise InputError("--draft: says what drafting costs that --window assumes; give --window and --acceptance too")
-    return Source(trace, limit, window, acceptance or 0.0, seed, _draft_shape(draft) if draft else None)
+    return Source(trace, limit, window, acceptance or 0.0, seed, _draft_shape(draft) if draft else None, batch)
 
 
 def _draft_shape(name: str) -> "DraftShape":
@@ -159,9 +167,16 @@ def sizes_by_mode(
     job: "Job",
     policies: "Sequence[Policy]",
     modes: Sequence[str],
+    kv_grows: bool = False,
 ) -> tuple[list[dict[str, int]], list[str]]:
-    """For every cache size the slots of each mode, which --vram gives more of to plain decoding; and lines to say."""
-    found = {mode: sizes_for(slots, fraction, vram, job, policies, mode) for mode in modes}
+    """For every cache size the slots of each mode, which --vram gives more of to plain decoding; and lines to say.
+
+    kv_grows: slots before the first token; InputError without --vram.
+    """
+    if kv_grows and not vram:
+        raise InputError("--kv-grows: says how --vram is shared; give --vram too")
+    context = 0 if kv_grows else None
+    found = {mode: sizes_for(slots, fraction, vram, job, policies, mode, context) for mode in modes}
     sizes = [
         dict(zip(modes, each, strict=True)) for each in zip(*(totals for totals, _ in found.values()), strict=True)
     ]

@@ -22,10 +22,12 @@ def sizes_for(
     job: "Job",
     policies: "Sequence[Policy]",
     mode: str = "sd",
+    context: int | None = None,
 ) -> tuple[list[int], str]:
     """Cache sizes in slots over all layers, and for --vram the sum in words. InputError names the flag.
 
-    mode: a draft takes room from experts under --vram, plain decoding needs none. Fewer slots than top-k are let
+    mode: a draft takes room from experts under --vram, plain decoding needs none. context: tokens whose keys and
+    values --vram holds beside the experts (None: the longest text of the trace). Fewer slots than top-k are let
     through, to be shown with that status.
     """
     shape = job.source.trace.header.target
@@ -34,7 +36,7 @@ def sizes_for(
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)}: give one of them")
     if vram:
-        return _fitting(vram, job, shape, policies, mode)
+        return _fitting(vram, job, shape, policies, mode, context)
     if slots:
         totals = [int(n) * layers for n in _numbers("--slots", slots, whole=True)]
         flag = "--slots"
@@ -67,12 +69,13 @@ def _numbers(flag: str, text: str, whole: bool = False) -> list[float]:
 
 
 def _fitting(
-    vram: str, job: "Job", shape: "ModelShape", policies: "Sequence[Policy]", mode: str
+    vram: str, job: "Job", shape: "ModelShape", policies: "Sequence[Policy]", mode: str, context: int | None
 ) -> tuple[list[int], str]:
     from .capacity import fit_in
 
     budget = parse_size(vram, "--vram")
-    context = max(load.context for load in job.loads.values())
+    if context is None:
+        context = max(load.context for load in job.loads.values())
     pooled = any(p.scope == "global" for p in policies)
     fit = fit_in(budget, job.machine, shape, job.source.view(mode).header.draft, context, pooled)
     return [fit.slots], f"--vram: {fit.words}"

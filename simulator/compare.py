@@ -11,12 +11,15 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from ..policies.load import load_policy
+from ..traces.batch import batched
 from ..traces.redraft import redrafted, windowed
 from ..traces.schema import DraftShape
 from ..traces.views import Steps, autoregressive
 from .bounds import Bounds, bounds
+from .capacity import slots_for_context
 from .engine import Run, future_of
 from .machine import Machine, rates_for
 from .metrics import OK, Limited, Load, Metrics, Table, gaps, load_of, measure, status_of, table_of, time_gap
@@ -33,7 +36,7 @@ LENGTHS = (1, 2, 4, 8)  # draft lengths to try where none are named
 @dataclass(frozen=True, slots=True)
 class Source:
     """A trace and what to take of it: the first `limit` steps; `window` > 0 assumes a draft of that length, accepted
-    with the chance `acceptance`, with the costs of `draft` (None: drafting is free)."""
+    with the chance `acceptance`, with the costs of `draft` (None: drafting is free); `batch` sequences at a time."""
 
     trace: Steps
     limit: int = 0
@@ -41,13 +44,17 @@ class Source:
     acceptance: float = 0.0
     seed: int = 0
     draft: DraftShape | None = None
+    batch: int = 1
 
     def view(self, mode: str, draft_length: int | None = None) -> Steps:
         """The steps to replay in a mode; `draft_length` None: as recorded or assumed.
 
         InputError if a draft is assumed for a trace that has one, or another length is wanted of one that has none.
         """
-        trace = Limited(self.trace, self.limit)
+        steps = self._steps(Limited(self.trace, self.limit), mode, draft_length)
+        return steps if self.batch == 1 else batched(steps, self.batch)
+
+    def _steps(self, trace: Steps, mode: str, draft_length: int | None) -> Steps:
         if mode == AR:
             return autoregressive(trace)
         if self.window:
@@ -116,7 +123,8 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class Job:
     """What every case shares. `loads` by `Case.view`. protect: prefill leaves the cache alone. regret: also judge
-    every eviction, which takes time. bounded: also work out the bounds."""
+    every eviction, which takes time. bounded: also work out the bounds. vram: bytes of the card, of which keys and
+    values take more as the context grows (None: slots stay as they are); pooled: some policy shares slots."""
 
     source: Source
     machine: Machine
@@ -125,6 +133,17 @@ class Job:
     protect: bool = False
     regret: bool = False
     bounded: bool = False
+    vram: int | None = None
+    pooled: bool = False
+
+    def slots_at(self, trace: Steps) -> Callable[[int], int] | None:
+        """Slots in all beside the keys and values of so many tokens."""
+        if self.vram is None:
+            return None
+        vram, header = self.vram, trace.header
+        return cache(
+            lambda context: slots_for_context(vram, self.machine, header.target, header.draft, context, self.pooled)
+        )
 
 
 def cases_for(
@@ -169,7 +188,8 @@ def run_case(job: Job, case: Case, progress: Callable[[int], None] | None = None
     picks = None
     if job.regret:
         picks = watch(policy, future_of(shape, trace.steps()), len(shape.moe_layers), load.steps)
-    run = simulate(trace, policy, job.machine, case.slots, job.seed, progress, protect=job.protect)
+    slots_at = job.slots_at(trace)
+    run = simulate(trace, policy, job.machine, case.slots, job.seed, progress, protect=job.protect, slots_at=slots_at)
     outcome = Outcome(
         policy=case.policy,
         slots=case.slots,

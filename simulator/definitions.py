@@ -37,6 +37,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "decode_steps": ("steps", "forward passes of the target after prefill"),
     "decode_wall_ns": ("ns", "time of all decode steps, drafting included"),
     "tokens_per_s": ("tokens/s", "output tokens over decode time"),
+    "tokens_per_s_per_sequence": ("tokens/s", "output tokens over decode time that sequences spent in steps: what one "
+                                              "of a batch gets"),
     "tokens_per_s_end_to_end": ("tokens/s", "output tokens over all time, prefill included"),
     "prefill_tokens": ("tokens", "prompt tokens fed"),
     "prefill_wall_ns": ("ns", "time of all prefill steps"),
@@ -116,6 +118,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "union_ratio_layer_min": ("share", "union_ratio of the layer with the lowest"),
     "union_ratio_layer_max": ("share", "union_ratio of the layer with the highest"),
     # Pressure
+    "slots_least": ("slots", "fewest in all while keys and values took some"),
+    "slots_most": ("slots", "most in all"),
     "slots_per_layer": ("slots", "slots over MoE layers"),
     "slots_per_layer_over_top_k": ("ratio", "slots of a layer over the experts that one token needs"),
     "pressure_mean": ("ratio", "r: distinct experts of an event over a layer's slots; mean"),

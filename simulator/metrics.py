@@ -139,12 +139,16 @@ def status_of(run: Run, shape: ModelShape, load: Load) -> str:
     """
     if run.error is not None:
         return f"failed: {run.error}"
-    if 0 < run.slots < shape.top_k * len(shape.moe_layers):
+    if 0 < min(_slots_seen(run)) < shape.top_k * len(shape.moe_layers):
         return TOO_FEW
     both = run.prefill + run.decode
     if run.slots == 0 or both.hits + both.copies + both.joins == 0:
         return INACTIVE
     return UNROUTED if load.unrouted else OK
+
+
+def _slots_seen(run: Run) -> tuple[int, int]:
+    return run.slots_seen if run.slots_seen[1] else (run.slots, run.slots)
 
 
 def measure(
@@ -166,6 +170,8 @@ def measure(
         **_gpu_time(run.decode, decode),
         **_utilisation(run, decode, rates),
         **speculation,
+        "slots_least": _slots_seen(run)[0],
+        "slots_most": _slots_seen(run)[1],
         **_pressure(run.slots, shape, load),
     }
 
@@ -180,11 +186,17 @@ def _speed(table: Table, decode: Table) -> Metrics:
         "decode_steps": len(decode["wall_ns"]),
         "decode_wall_ns": wall,
         "tokens_per_s": per(tokens * 1e9, wall),
+        "tokens_per_s_per_sequence": per(tokens * 1e9, int((decode["wall_ns"] * _sequences(decode)).sum())),
         "tokens_per_s_end_to_end": per(tokens * 1e9, wall + prefill_wall),
         "prefill_tokens": prefill_tokens,
         "prefill_wall_ns": prefill_wall,
         "prefill_tokens_per_s": per(prefill_tokens * 1e9, prefill_wall),
     }
+
+
+def _sequences(decode: Table) -> np.ndarray:
+    """Sequences in each step: every one brings a row that is not drafted."""
+    return decode["tokens"] - decode["drafted"]
 
 
 def _latency(table: Table, decode: Table) -> Metrics:
@@ -259,7 +271,7 @@ def _speculation(counts: Counters, decode: Table) -> Metrics:
     """Acceptance is of drafted tokens; the union ratio is distinct experts over tokens x top-k, over all layers."""
     verify = decode["kind"] == KINDS.index(Kind.VERIFY)
     steps, drafted = int(verify.sum()), int(decode["drafted"][verify].sum())
-    emitted, own = int(decode["emitted"][verify].sum()), int(decode["tokens"][verify].sum()) - drafted
+    emitted, own = int(decode["emitted"][verify].sum()), int(_sequences(decode)[verify].sum())
     return {
         "verify_steps": steps,
         "drafted_per_verify": per(drafted, steps),

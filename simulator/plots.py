@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from .compare import AR, OPTIMUM, SD, Outcome, by_length
 from .engine import GPU_LABELS
 from .metrics import OK
-from .report import names_of, sizes_of
+from .tables import names_of, sizes_of
 
 # Colours from Okabe and Ito's palette, which colour-blind readers can tell apart.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")

@@ -1,6 +1,7 @@
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from speculated import BROKEN, speculated
 
@@ -85,7 +86,7 @@ def test_speed_by_draft_length(outcomes, tmp_path):
         replace(o, cut=True, draft_length=n) for o in outcomes if (o.policy, o.mode) == ("static", SD) for n in (1, 6)
     ]
     figure = lengths([*outcomes, *cut], 2, ORIGIN)
-    assert [list(line.get_xdata()) for axes in figure.axes for line in axes.lines] == [[0, 1, 3, 6]] * 2
+    assert [np.asarray(line.get_xdata()).tolist() for axes in figure.axes for line in axes.lines] == [[0, 1, 3, 6]] * 2
     assert "draft length K" in texts(figure)
     draw_all(tmp_path, [o for o in [*outcomes, *cut] if o.size == 8 and o.policy == "static"], 2, ORIGIN)
     assert sorted(p.name for p in tmp_path.glob("*.png")) == ["lengths.png", "speed.png", "time.png"]

@@ -7,16 +7,8 @@ from speculated import BROKEN, plain, speculated, write
 from moe_spac.simulator.compare import AR, SD, Job, Source, cases_for, loads_for, run_cases
 from moe_spac.simulator.definitions import METRICS
 from moe_spac.simulator.machine import load_machine
-from moe_spac.simulator.report import (
-    choice,
-    fitted,
-    lines,
-    metrics_document,
-    more_rows,
-    run_document,
-    table_rows,
-    write_run,
-)
+from moe_spac.simulator.report import choice, lines, metrics_document, run_document, write_run
+from moe_spac.simulator.tables import fitted, more_rows, table_rows
 from moe_spac.traces.errors import InputError
 from moe_spac.traces.reader import open_trace
 

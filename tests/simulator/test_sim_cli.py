@@ -192,7 +192,7 @@ def test_assumed_drafts_on_a_plain_trace(sim, tmp_path):
     assert "assumed speculation" in out
     assert "drafting is free here; --draft MODEL charges it" in out
     taken = json.loads((tmp_path / "r/run.json").read_text())["trace"]["taken"]
-    assert taken == {"limit": 0, "window": 3, "acceptance": 0.7, "seed": 0, "draft": None}
+    assert taken == {"limit": 0, "window": 3, "acceptance": 0.7, "seed": 0, "batch": 1, "draft": None}
     free = json.loads((tmp_path / "r/metrics.json").read_text())["runs"][0]["tokens_per_s"]
     words = ("run", "plain.spac", "--window", "3", "--acceptance", "0.7", "--draft", "Qwen3-0.6B", *FAST, "--json")
     charged = json.loads(sim(*words)[1])["runs"][0]
