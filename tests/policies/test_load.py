@@ -3,8 +3,10 @@
 import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
+from speculated import BROKEN
 
 from moe_spac.policies import load
 from moe_spac.policies.hybrimoe import HybriMoe
@@ -62,7 +64,7 @@ def test_parameters_take_the_types_of_the_fields():
     ("spec", "says"),
     [
         ("ar-lur", "did you mean ar-lru.*hybrimoe"),
-        ("nothing-like-it", "There are: ar-lru, hybrimoe"),
+        ("nothing-like-it", "There are: ar-lru, decayed-lfu"),
         ("ar-lru:scop=global", "did you mean scope"),
         ("ar-lru:scope=both", "one of layer, global"),
         ("moe-spac:k=five", "whole number"),
@@ -163,3 +165,41 @@ def test_listing_names_imports_no_solver_and_no_torch():
         "sys.exit(bool({'torch', 'simpy', 'pulp', 'transformers', 'pandas'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_policy_is_described(mine):
+    found = load.describe("moe-spac:k=4")
+    parameters = {p["name"]: (p["value"], p["type"]) for p in found["parameters"]}
+    assert parameters["k"] == (4, "int")
+    assert parameters["adaptive"] == (True, "bool")
+    assert "2603.09983" in found["about"]
+    assert "Theirs in both variants" in found["description"]
+    file, _, line = found["source"].rpartition(":")
+    assert "class MoeSpac(Policy)" in "".join(Path(file).read_text().splitlines()[int(line) - 1 : int(line) + 1])
+    own = load.describe(f"{mine}:Mine")
+    assert [(p["name"], p["type"]) for p in own["parameters"]] == [
+        ("limit", "int | none"),
+        ("share", "float"),
+        ("order", "old | new"),
+        ("label", "str"),
+    ]
+    assert own["source"].startswith(str(mine))
+    with pytest.raises(InputError, match="there is no policy"):
+        load.describe("nope")
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_every_policy_names_its_source_and_explains_its_parameters(name):
+    found = load.describe(name)
+    assert len(found["description"].splitlines()) >= 3
+    assert found["parameters"]
+    assert (found["lossless"], found["scope"] in ("layer", "global")) == (True, True)
+
+
+def test_a_lossy_policy_needs_permission(tmp_path):
+    path = tmp_path / "lossy.py"
+    path.write_text(BROKEN)
+    with pytest.raises(InputError, match="changes the model's output; run it with --allow-lossy"):
+        load_policy(f"{path}:Lossy", allow_lossy=False)
+    assert load_policy(f"{path}:Lossy", allow_lossy=True).name == "Lossy"
+    assert load_policy("lfru", allow_lossy=False).name == "lfru"
