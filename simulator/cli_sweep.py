@@ -225,8 +225,8 @@ def _write(out: Path, rows: "list[Row]", manifest: dict[str, Any]) -> None:
 
 
 def _tell(out: Path, rows: "list[Row]") -> None:
-    from .tables import Number
     from .sweep import best_rows
+    from .tables import Number
 
     def number(row: "Row", name: str, digits: int) -> Number | None:
         return None if row.get(name) is None else Number(row[name], digits)
