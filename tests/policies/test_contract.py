@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_loop import Host, make_setup, random_routing
 
+from moe_spac.policies.driver import Driver, PolicyError
+from moe_spac.policies.interface import Key, Policy, StepInfo
 from moe_spac.policies.load import load_policy, policy_names
 from moe_spac.traces.schema import Kind
 
@@ -161,3 +163,48 @@ def test_every_feature_changes_decisions(on, off, draft):
         host.play([Kind.PREFILL, *[Kind.VERIFY] * 39], ahead=2)
         records.append(host.record)
     assert records[0] != records[1]
+
+
+class Evicts(Policy):
+    """Names an expert that the running layer needs."""
+
+    name = "evicts"
+
+    def next_fetch(self, view):
+        return Key(0, 3)
+
+    def victim(self, incoming, candidates, view):
+        return Key(0, 1)
+
+
+class Invents(Policy):
+    """Brings in an expert that the model does not have."""
+
+    name = "invents"
+
+    def next_fetch(self, view):
+        return Key(1, 9)
+
+
+class Raises(Policy):
+    name = "raises"
+
+    def dispatch(self, demand, view):
+        return demand.experts[7]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        (Evicts(), "policy evicts, step 4, layer 0: evicts expert 1 of layer 0, which is needed now"),
+        (Invents(), "policy invents, step 4, layer 0: named expert 9 of layer 1, which the model does not have"),
+        (Raises(), "policy raises, step 4, layer 0: IndexError"),
+    ],
+)
+def test_a_policy_that_misbehaves_is_named_o31(policy, says):
+    driver = Driver(policy, make_setup(policy, 2, 4, 1))
+    driver.cache.place(Key(0, 1))
+    driver.step_begins(StepInfo(4, Kind.DECODE, np.zeros(1, np.int32), np.zeros(1, bool)))
+    with pytest.raises(PolicyError, match=says):  # noqa: PT012 (either call may be the one that fails)
+        driver.gate(0, np.array([[1]]))
+        driver.next_fetch()
