@@ -55,12 +55,14 @@ def stats(
     json: AsJson = False,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Also draw a page of pictures: a folder, or a .png or .svg (both are written), and a .json."),
+        typer.Option(
+            help="Also draw pictures, into a folder or under a name (.png): .png, .svg, .md and .json are written."
+        ),
     ] = None,
 ) -> None:
     """Print locality, skew, LRU hit rates and acceptance, for each layer and in all."""
     from .reader import open_trace
-    from .report import layer_rows, statistics, total_rows, warn_if_unfinished
+    from .report import layer_rows, markdown, statistics, total_rows, warn_if_unfinished
 
     opened = open_trace(trace)
     stem = None if plot is None else plot_stem(plot)
@@ -74,22 +76,23 @@ def stats(
         show_table("By layer", layer_rows(found))
         show_table("In all", total_rows(found))
     if stem is not None:
+        from json import dumps
+
         from .stat_plots import draw
 
         try:
-            files = [*draw(found, opened.header, stem), _numbers(found, stem)]
+            files = draw(found, opened.header, stem)
+            page = markdown(found, opened.header, files[0].name)
+            files += [_written(stem, ".md", page), _written(stem, ".json", dumps(found) + "\n")]
         except OSError as error:
             raise InputError(f"--plot {plot}: cannot write: {error.strerror or error}") from error
         if not json:
             say("written: " + ", ".join(map(str, files)))
 
 
-def _numbers(found: dict[str, object], stem: Path) -> Path:
-    """The same statistics as JSON beside the pictures."""
-    from json import dumps
-
-    path = stem.with_name(stem.name + ".json")
-    path.write_text(dumps(found) + "\n", encoding="utf-8")
+def _written(stem: Path, suffix: str, text: str) -> Path:
+    path = stem.with_name(stem.name + suffix)
+    path.write_text(text, encoding="utf-8")
     return path
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from .console import show_size, warn
 from .reader import Summary, Trace
-from .schema import Header, id_dtype
+from .schema import Header, Provenance, id_dtype
 from .stats import (
     Routing,
     acceptance,
@@ -221,6 +221,33 @@ def total_rows(found: dict[str, Any]) -> list[dict[str, str]]:
             f"{_shown(load['accepted_found'], '') or '-'} among those of the first token"
         )
     return [{"figure": name, "value": value} for name, value in rows.items()]
+
+
+def markdown(found: dict[str, Any], header: Header, picture: str) -> str:
+    """A page with the picture and both tables, for reading in a browser or a repository."""
+    synthetic = "**Synthetic, not recorded.** " if header.provenance is Provenance.SYNTHETIC else ""
+    lines = [
+        f"# Expert routing of {header.target.name}",
+        "",
+        f"{synthetic}Provenance: {header.provenance}, from {header.source}. {header.notes}".strip(),
+        "",
+        f"![Statistics in pictures]({picture})",
+        "",
+        "Generated text only: no prompts, no rejected drafts. LRU: slots of each layer's own, empty when a sequence "
+        'begins. "Whole token first": a token looks up all its experts before any is replaced; "one by one": each use '
+        "replaces at once. Entropy is over ln E.",
+        "",
+        *_markdown_table(total_rows(found)),
+        "",
+        *_markdown_table(layer_rows(found)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_table(rows: list[dict[str, Any]]) -> list[str]:
+    names = list(rows[0])
+    cells = [["-" if row[name] is None else str(row[name]) for name in names] for row in rows]
+    return ["| " + " | ".join(line) + " |" for line in (names, ["---"] * len(names), *cells)]
 
 
 def _shown(value: float | None, name: str) -> str | None:

@@ -1,10 +1,11 @@
+import gzip
 import json
 
 import pytest
 from tiny import save_tiny_tokenizer
 
 from moe_spac.traces.errors import InputError
-from moe_spac.traces.prompts import Prompt, encode, read_prompts
+from moe_spac.traces.prompts import FOLDER, SETS, Prompt, describe, encode, read_prompts
 
 DOMAINS = ["drama", "scripture", "arithmetic", "code", "manual", "exam"]
 
@@ -17,6 +18,39 @@ def test_bundled_prompts():
         assert len(read_prompts(domain)) == 6
     assert len({p.name for p in everything}) == 36
     assert len(read_prompts("held-out", 7)) == 7
+
+
+def test_bundled_sets_by_name():
+    counts = {"mt-bench": 40, "humaneval": 41, "gsm8k": 40, "mmlu-pro": 42}
+    for name, count in counts.items():
+        prompts = read_prompts(name)
+        assert len(prompts) == len({p.name for p in prompts}) == count
+        assert describe(name) == f"bundled {name} prompts"
+    assert {len(p.turns) for p in read_prompts("mt-bench")} == {2}
+    assert len({p.domain for p in read_prompts("mt-bench")}) == 8
+    assert len({p.domain for p in read_prompts("mmlu-pro")}) == 14
+    assert not any(p.chat for p in read_prompts("humaneval"))
+    assert all("\nA. " in p.turns[0] for p in read_prompts("mmlu-pro"))
+    assert sum((FOLDER / f"{name}.jsonl").stat().st_size for name in SETS) < 300_000
+
+
+def test_published_files_work_as_they_are(tmp_path):
+    """HumanEval (compressed), GSM8K and MMLU-Pro records."""
+    lines = [
+        {"task_id": "HumanEval/0", "prompt": "def f():\n", "canonical_solution": "    pass", "entry_point": "f"},
+        {"question": "How many?", "answer": "12"},
+        {"question_id": 3, "category": "law", "question": "Which?", "options": ["one", "two"], "answer": "B"},
+    ]
+    path = tmp_path / "p.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+    assert [(p.name, p.domain, p.turns, p.chat) for p in read_prompts(str(path))] == [
+        ("HumanEval/0", "", ("def f():\n",), False),
+        ("p.jsonl-2", "", ("How many?",), True),
+        ("3", "law", ("Which?\n\nA. one\nB. two",), True),
+    ]
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(InputError, match="cannot be read"):
+        read_prompts(str(path))
 
 
 def test_text_file_has_a_prompt_a_paragraph(tmp_path):
@@ -65,6 +99,7 @@ def test_other_bad_sources(tmp_path):
         (empty, "no text"),
         (binary, "UTF-8"),
         ("dramma", "did you mean drama?"),
+        ("mtbench", "did you mean mt-bench?"),
         ("x.txt", "no such"),
     ):
         with pytest.raises(InputError, match=message):

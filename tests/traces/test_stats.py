@@ -17,10 +17,15 @@ from moe_spac.traces.stats import (
     cosines,
     decode_routing,
     domain_shares,
+    draft_load,
     entropy,
+    gini,
     hit_rate,
+    independent_overlap,
+    independent_union,
     lru_depths,
     overlap,
+    reuse,
     shares,
     top_share,
     unions,
@@ -106,6 +111,50 @@ def test_shares_top_share_and_entropy_by_hand():
     assert entropy(share)[0] == pytest.approx(1.75 * np.log(2) / np.log(5))
 
 
+@settings(max_examples=40, deadline=None)
+@given(routing=routings(), within=st.integers(1, 6))
+def test_reuse_equals_brute_force(routing, within):
+    experts, offsets, _ = routing
+    found = reuse(experts, offsets, [within])[0]
+    for layer in range(2):
+        near = 0
+        for tokens in sets_of(experts, offsets, layer):
+            for t, row in enumerate(tokens):
+                recent = {e for past in tokens[max(0, t - within) : t] for e in past}
+                near += len(set(row) & recent)
+        assert found[layer] == pytest.approx(near / (2 * len(experts)))
+
+
+def test_gini_by_hand():
+    """Two alike: 0; all to one of four: 3/4; shares 1/2, 1/4, 1/4, 0: mean difference over twice the mean is 3/8."""
+    share = np.array([[0.25, 0.25, 0.25, 0.25], [1.0, 0.0, 0.0, 0.0], [0.5, 0.25, 0.25, 0.0]])
+    differences = np.abs(share[:, :, None] - share[:, None, :]).mean(axis=(1, 2)) / (2 * share.mean(axis=1))
+    assert differences.tolist() == [0, 0.75, 0.375]
+    assert gini(share) == pytest.approx(differences)
+
+
+def test_tokens_without_memory_by_simulation():
+    """Tokens that choose two of four with given chances: overlap of two, union of three."""
+    rng = np.random.default_rng(0)
+    chance = np.array([0.9, 0.6, 0.3, 0.2])
+    chosen = rng.random((40_000, 3, 4)) < chance  # each expert by itself, as the formula has it
+    share = (chance / 2)[None]
+    assert independent_union(share, 2, 3)[0] == pytest.approx(chosen.any(axis=1).sum(axis=1).mean(), abs=0.02)
+    both = (chosen[:, 0] & chosen[:, 1]).sum(axis=1).mean() / 2
+    assert independent_overlap(share, 2)[0] == pytest.approx(both, abs=0.01)
+
+
+def test_draft_load_by_hand():
+    """One layer, top 2 of 6: the first token 0 1, the accepted draft 1 2, the rejected one 2 5."""
+    ids = np.array([[[0, 1]], [[1, 2]], [[2, 5]]], np.uint8)
+    step = Step(0, 0, Kind.VERIFY, np.arange(3), np.arange(3), np.arange(3) > 0, 1, ids)
+    found = draft_load([step], 6)
+    assert found is not None
+    assert (found.experts, found.kept_experts, found.ratio) == (4, 3, 4 / 3)
+    assert (found.rejected_found, found.accepted_found) == (0.5, 0.5)
+    assert draft_load([], 6) is None
+
+
 def test_cosines_between_domains():
     experts = np.array([[[0, 1]], [[0, 1]], [[0, 2]], [[3, 4]]], np.uint8)
     routing = Routing(experts, np.array([0, 2, 3, 4]), np.array([0, 1, 2]))
@@ -149,6 +198,13 @@ def test_bundled_trace_has_the_published_locality():
     known = {2: 6.27, 3: 8.01, 4: 9.39, 5: 10.5, 6: 11.5, 8: 13.0, 16: 16.4, 32: 19.4, 64: 21.9, 128: 23.9}
     found = dict(zip(known, unions(experts, offsets, list(known)).mean(axis=1), strict=True))
     assert {n: float(f"{value:.3g}") for n, value in found.items()} == known
+
+
+def test_bundled_trace_has_the_published_figures_of_independent_draws():
+    share = shares(bundled().experts, 32)
+    assert independent_overlap(share, 4).mean() == pytest.approx(0.198, abs=5e-4)
+    known = {2: 7.2, 3: 9.8, 4: 12.0, 5: 13.8, 6: 15.3, 8: 17.7, 16: 22.8, 32: 26.5, 64: 28.9, 128: 30.4}
+    assert {n: round(float(independent_union(share, 4, n).mean()), 1) for n in known} == known
 
 
 def test_bundled_trace_has_the_published_overlap_at_longer_lags():
