@@ -87,7 +87,7 @@ def _powers(axes: Axes, at: tuple[int, ...], label: str) -> None:
 
 def _popularity(axes: Axes, found: dict[str, Any]) -> None:
     share = -np.sort(-np.array(found["popularity"], float), axis=1) * found["experts"]
-    shown = axes.pcolormesh(share, cmap="Greys", vmin=0, vmax=max(2.0, float(np.quantile(share, 0.99))))
+    shown = axes.pcolormesh(share, rasterized=True, cmap="Greys", vmin=0, vmax=max(2.0, float(np.quantile(share, 0.99))))
     axes.set_title("Popularity of experts")
     axes.set_xlabel("experts of the layer, busiest first")
     axes.set_ylabel("layer")
@@ -175,7 +175,7 @@ def _domains(axes: Axes, found: dict[str, Any]) -> None:
     table = np.eye(len(names))
     for pair in pairs:
         table[place[pair["a"]], place[pair["b"]]] = table[place[pair["b"]], place[pair["a"]]] = pair["cosine"]
-    shown = axes.pcolormesh(table, cmap="Greys", vmin=max(0.0, float(table.min()) - 0.05), vmax=1)
+    shown = axes.pcolormesh(table, rasterized=True, cmap="Greys", vmin=max(0.0, float(table.min()) - 0.05), vmax=1)
     axes.invert_yaxis()
     axes.set_aspect("equal")
     if len(names) <= LABELLED:

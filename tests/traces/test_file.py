@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import zlib
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +17,17 @@ from trace_files import FIXTURES, random_step, same, small_header, write
 
 from moe_spac.traces import open_trace
 from moe_spac.traces.errors import InputError
-from moe_spac.traces.layout import HEADER_CRC_KEY, HEADER_KEY
-from moe_spac.traces.schema import FORMAT_VERSION, Header, Kind, Step
+from moe_spac.traces.layout import (
+    CRC_KEY,
+    END_KEY,
+    HEADER_CRC_KEY,
+    HEADER_KEY,
+    PLAIN,
+    STEPS_KEY,
+    TOKENS_KEY,
+    schema_of,
+)
+from moe_spac.traces.schema import FORMAT_VERSION, DraftShape, Header, Kind, ModelShape, Step
 from moe_spac.traces.writer import TraceWriter
 
 
@@ -292,3 +301,33 @@ def test_values_are_checked_at_the_border_too(tmp_path, monkeypatch):
     path = write(tmp_path / "t.spac", HEADER, [GOOD, step], flush_each=True)
     with pytest.raises(InputError, match=r"batch 2 is damaged \(step 1: expert id 6"):
         list(open_trace(path).steps())
+
+
+DOC = (Path(__file__).parents[2] / "docs" / "traces.md").read_text(encoding="utf-8")
+
+
+def test_the_code_in_the_format_page_runs(tmp_path, monkeypatch, capsys):
+    """With pyarrow and pandas alone."""
+    code = DOC.split("```python\n")[1].split("```")[0]
+    assert "moe_spac" not in code
+    (tmp_path / "trace.spac").write_bytes((FIXTURES / "v1.spac").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    found: dict = {}
+    exec(code, found)
+    steps = list(open_trace(FIXTURES / "v1.spac").steps())
+    assert np.array_equal(found["experts"], np.concatenate([s.experts for s in steps]))
+    first = [int(e) for s in steps for e in s.experts[:, 0].reshape(-1)]
+    likes = max(range(6), key=first.count)
+    assert capsys.readouterr().out == f"layer 1 likes expert {likes}; provenance: synthetic\n"
+
+
+def test_the_format_page_names_every_field_and_column():
+    header = small_header(weights=True, scores="logit", lookahead=1)
+    names = {f.name for cls in (Header, ModelShape, DraftShape) for f in fields(cls)} | set(schema_of(header).names)
+    assert [name for name in sorted(names) if f"`{name}`" not in DOC] == []
+    for column in schema_of(header):
+        if column.name in PLAIN:
+            kind = {"string": "utf8"}.get(str(column.type), str(column.type))
+            assert f"| `{column.name}` | {kind} |" in DOC
+    for key in (HEADER_KEY, HEADER_CRC_KEY, CRC_KEY, END_KEY, STEPS_KEY, TOKENS_KEY):
+        assert f"`{key.decode()}`" in DOC
