@@ -18,14 +18,14 @@ import numpy as np
 
 from .errors import InputError
 from .schema import DraftShape, Header, Kind, ModelShape, Provenance, Step
-from .synth_process import BLOCK, Chain, Process
+from .synth_process import BLOCK, Chain, Process, stream
 from .views import Steps, View
 
 FOLDER = Path(__file__).parent / "synthetic"
 PREFILL_CHUNK = 512
 TOKENS_A_SEQUENCE = 512
 SOURCE = "a random process of moe-spac; no model was run"
-PARTS = ("popularity", "domain", "sequence", "drift", "memory")
+PARTS = ("popularity", "domain", "sequence", "drift", "memory", "ceiling")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,10 @@ def load(like: str) -> dict[str, Any]:
 def process_of(parameters: dict[str, Any]) -> Process:
     """The random process of a parameter file's content."""
     arrays = {part: np.array(parameters["parameters"][part], np.float32) for part in PARTS}
-    return Process(parameters["experts"], parameters["top_k"], **arrays, seed=parameters["model_seed"])
+    emphasis = tuple(parameters["emphasis"])
+    return Process(
+        parameters["experts"], parameters["top_k"], **arrays, emphasis=emphasis, seed=parameters["model_seed"]
+    )
 
 
 def model_shape(like: str, dtype: str | None = None) -> ModelShape:
@@ -143,7 +146,7 @@ def model_shape(like: str, dtype: str | None = None) -> ModelShape:
     if dtype not in formats:
         raise InputError(f"--dtype {dtype}: {like} has {', '.join(formats)}")
     expert_bits, other_bits = formats[dtype]
-    weights = 3 * model["hidden"] * model["expert_width"] + model.get("expert_biases", 0)
+    weights = 3 * model["hidden"] * model["expert_width"]
     return ModelShape(
         name=model["name"],
         layers=model["layers"],
@@ -153,7 +156,7 @@ def model_shape(like: str, dtype: str | None = None) -> ModelShape:
         hidden=model["hidden"],
         expert_width=model["expert_width"],
         dtype=dtype,
-        expert_bytes=round(weights * expert_bits / 8),
+        expert_bytes=round((weights * expert_bits + model.get("expert_biases", 0) * other_bits) / 8),
         dense_bytes=round(model["dense_parameters"] * other_bits / 8),
         kv_bytes_per_token=model["kv_bytes_per_token"],
         embedding_bytes=round(model["embedding_parameters"] * other_bits / 8),
@@ -213,7 +216,7 @@ class _Window:
 def _windows(settings: Settings, sequence: int) -> Iterator[_Window]:
     """The windows of a sequence's generated tokens, from 0; without a draft one token each."""
     end, start = settings.of_sequence(sequence), 0
-    chance = np.random.default_rng([settings.seed, sequence, 3])
+    chance = stream("acceptance", settings.seed, sequence)
     places = np.minimum(np.arange(settings.draft_length), len(settings.acceptance) - 1)
     chances = np.array(settings.acceptance)[places] if settings.draft_length else np.empty(0)
     while start < end:

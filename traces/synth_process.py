@@ -20,6 +20,7 @@ import numpy as np
 
 BLOCK = 32  # tokens generated together: the block's arrays stay in a CPU's cache
 LEVELS = 1 << 16
+STREAMS = ("popularity", "domain", "sequence", "text", "aside", "acceptance")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +37,21 @@ class Process:
     sequence: np.ndarray
     drift: np.ndarray
     memory: np.ndarray
+    ceiling: np.ndarray
+    emphasis: tuple[float, ...]
     seed: int = 0
 
     def lasting(self, domain: int, seed: int, sequence: int) -> np.ndarray:
         """[L, E] the part of the score that does not change within a sequence."""
         total = np.zeros((len(self.popularity), self.experts), np.float32)
         parts = (
-            (self.popularity, [self.seed]),
-            (self.domain, [self.seed, domain]),
-            (self.sequence, [seed, sequence, 0]),
+            (self.popularity, stream("popularity", self.seed)),
+            (self.domain, stream("domain", self.seed, domain)),
+            (self.sequence, stream("sequence", seed, sequence)),
         )
-        for deviation, key in parts:
-            total += _normal(np.random.default_rng(key), total.shape) * _column(deviation)
-        return total
+        for deviation, chance in parts:
+            total += _normal(chance, total.shape) * _column(deviation)
+        return np.minimum(total, _column(self.ceiling)) * np.float32(self.emphasis[domain])
 
 
 class Chain:
@@ -59,8 +62,8 @@ class Chain:
         self._lasting = process.lasting(domain, seed, sequence)
         self._memory = _column(process.memory)
         self._fresh = _column(process.drift * np.sqrt(1 - process.memory**2))
-        self._text = np.random.default_rng([seed, sequence, 1])
-        self._aside = np.random.default_rng([seed, sequence, 2])
+        self._text = stream("text", seed, sequence)
+        self._aside = stream("aside", seed, sequence)
         self._drift = _normal(self._text, self._lasting.shape) * _column(process.drift)
 
     def advance(self, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -88,6 +91,14 @@ class Chain:
         score += drift
         score += self._lasting
         return best(score, self._process.top_k)
+
+
+def stream(use: str, seed: int, number: int = 0) -> np.random.Generator:
+    """Random numbers of one use (see STREAMS), independent of all others.
+
+    Counted from 1: NumPy takes keys that differ only by zeros at the end for the same.
+    """
+    return np.random.default_rng([seed, number, 1 + STREAMS.index(use)])
 
 
 def best(score: np.ndarray, k: int) -> np.ndarray:
