@@ -104,7 +104,7 @@ def _bounded(outcomes: Sequence[Outcome]) -> bool:
 
 
 def _bound_style(mode: str) -> dict[str, Any]:
-    return {"color": "black", "linestyle": ":" if mode == SD else (0, (1, 4)), "linewidth": 1.3}
+    return {"color": "black", "linestyle": ":" if mode == SD else (0, (1, 4)), "linewidth": 1.3, "zorder": 0.5}
 
 
 def _mode(mode: str) -> str:
@@ -202,13 +202,14 @@ def lengths(outcomes: Sequence[Outcome], layers: int, origin: str) -> Figure:
     sizes = panel_sizes(tried)
     figure, panels = _panels(sizes, layers, 3.4)
     names = names_of(tried)
+    top = max((o.speed for o in outcomes if o.size in sizes), default=0) or 1.0
     for size, axes in zip(sizes, panels, strict=True):
         for index, name in enumerate(names):
             runs = by_length(outcomes, name, size)
             if runs:
                 speeds = [o.speed for o in runs.values()]
                 axes.plot(list(runs), speeds, label=name, **_line_style(index, next(iter(runs.values()))))
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, top * 1.05)
         axes.set_xlabel("draft length K (0: plain decoding)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)

@@ -57,9 +57,9 @@ def lines(job: Job, name: str, outcomes: Sequence[Outcome], layers: int) -> list
             "(ref): min knows the future; the fluid bound is what no lossless policy can exceed. closed: the share of "
             "the misses that MIN saves over ar-lru; in time: of the time that the fluid bound saves"
         )
-    cut = next((o for o in outcomes if o.cut), None)
+    cut = max((o.draft_length for o in outcomes if o.cut), default=0)
     if cut and not job.source.window:
-        said.append(f"other draft lengths: {job.source.view(SD, cut.draft_length).header.acceptance}")
+        said.append(f"draft length {cut}: {job.source.view(SD, cut).header.acceptance}")
     said += list(dict.fromkeys(f"{o.policy} {_bad(o)}" for o in outcomes if o.status != OK))
     top_k = job.source.trace.header.target.top_k
     for slots in sizes_of(outcomes):

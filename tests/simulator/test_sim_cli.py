@@ -2,9 +2,11 @@ import json
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 
 import pytest
-from speculated import BROKEN, plain, speculated, write
+from hand import Trace
+from speculated import BROKEN, SHAPE, plain, speculated, write
 
 from moe_spac.policies.load import read_policy_file
 from moe_spac.simulator.cli import main
@@ -109,6 +111,7 @@ def test_json_is_the_metrics_file(sim, tmp_path):
         (["t.spac", "--window", "4", "--acceptance", "0.5"], ["--window", "recorded drafts"]),
         (["t.spac", "--draft", "Qwen3-0.6B"], ["--draft", "--window"]),
         (["plain.spac", "--window", "2", "--acceptance", "0.5", "--draft", "Qwen4"], ["--draft Qwen4", "qwen3-0.6b"]),
+        (["t.spac", "--kv-grows"], ["--kv-grows", "--vram"]),
         (["t.spac", "--draft-lengths", "1,many"], ["--draft-lengths", "0,1,2,4,8"]),
         (["t.spac", "--draft-lengths", "2", "--mode", "ar"], ["--draft-lengths", "nothing is drafted"]),
         (["t.spac", "--limit-steps", "1"], ["no decode steps"]),
@@ -207,8 +210,25 @@ def test_draft_lengths_asked_for_are_tried_with_every_policy(sim, tmp_path):
     assert "Decode tokens/s by draft length K" in out
     found = {(r["policy"], r["draft_length"], r["cut"]) for r in runs(tmp_path)}
     assert found == {(p, n, n in (1, 2)) for p in ("static", "ar-lru") for n in (0, 1, 2, 3)}
-    assert "other draft lengths: measured at draft length 3, cut again at 1" in out
+    assert "draft length 2: measured at draft length 3, cut again at 2" in out
     assert "Best draft length of 0, 1, 2, 3: " in out
+
+
+def test_sequences_at_once(sim):
+    code, out, _ = sim("run", "t.spac", "--slots", "4", *FAST, "--batch", "2")
+    assert code == 0
+    assert "up to 2 sequences at once: " in out
+
+
+def test_the_context_takes_slots_while_it_grows(sim, tmp_path):
+    """Of 12.1 MB for experts of 1 MB, with staging 8 slots; 18 tokens that take 40 kB each cost one of them."""
+    heavy = replace(speculated(6).header, target=replace(SHAPE, kv_bytes_per_token=40_000))
+    write(Trace(heavy, speculated(6).listed), tmp_path / "kv.spac")
+    free = sum(load_machine("rtx4090-pcie4")[e] for e in ("gpu.reserved", "gpu.headroom"))
+    words = ("run", "kv.spac", "--vram", f"{round(free + 12.1e6)}B", *FAST[:-1], "ar-lru", "--mode", "ar", "--json")
+    still, grown = (json.loads(sim(*words, *more)[1])["runs"][0] for more in ((), ("--kv-grows",)))
+    assert (still["slots_least"], still["slots_most"]) == (7, 7)
+    assert (grown["slots_least"], grown["slots_most"]) == (7, 8)
 
 
 def test_protect_decode_and_regret_are_said(sim, tmp_path):
@@ -225,6 +245,16 @@ def test_a_plain_trace_runs_in_one_mode(sim):
     code, out, _ = sim("run", "plain.spac", *FAST)
     assert code == 0
     assert "no verdict on speculation" in out
+
+
+def test_every_number_is_defined_on_request(sim):
+    rows = {r["name"]: r for r in json.loads(sim("metrics", "--json")[1])}
+    words = ("run", "t.spac", "--slots", "4", "--no-plots", "--policy", "static", "--regret", "--json")
+    found = json.loads(sim(*words)[1])["runs"][0]
+    about = {"policy", "slots", "mode", "draft_length", "cut", "status", "reference", "lossless"}
+    assert set(found) - about == set(rows)
+    assert rows["tpot_ms_mean"]["unit"] == "ms"
+    assert "gap_closed_time" in sim("metrics")[1]
 
 
 def test_lists(sim):
