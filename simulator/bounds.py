@@ -1,6 +1,7 @@
-"""What no policy can beat: offline optima of hit counts, and lower bounds of decode time (research O1 to O7).
+"""What no policy can beat: offline optima of hit counts, and lower bounds of decode time (issue 3, O1 to O7).
 
-Everything here is about decode and verify steps. A *run* is a stretch of them without prefill in between. What a
+O3, the value of a short sight, is a policy: `lookahead`. Everything here is about the decode and verify steps that a
+trace has; a policy that chooses draft lengths replays other steps, and is bounded on those. A *run* is a stretch of them without prefill in between. What a
 policy did in prefill, or placed before the first step, helps it at the start of a run and may have cost no decode time
 at all. So every run is granted whatever content of the slots suits it best, for nothing; this is what keeps the bounds
 true for every placement, and why a trace of many short runs has looser ones.
@@ -45,6 +46,8 @@ Loads = tuple[int, ...]  # tokens of each needed expert of one event, most first
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Bounds for decode on one machine with `slots` expert slots in all. Rates of hits are per distinct expert.
+
+    If the slots change in a run, take the most there ever are.
 
     scope: whose bounds they are. "global": any policy's, however it shares the slots out over the layers; "layer":
     those of policies that give each layer its equal share, which are tighter.
@@ -104,7 +107,7 @@ def bounds(trace: Steps, rates: Rates, slots: int, scope: Scope = "global", cpu:
     pooled = scope == "global"
     misses = least_misses(decode, (sum(shares),) if pooled else shares, starts, pooled)
     events = _Events.of(decode, rates.costs)
-    around = _around(trace, rates, shape.layers - len(shape.moe_layers))
+    around, tokens = _around(trace, rates, shape.layers - len(shape.moe_layers))
     room = sum(shares) if pooled else max(shares)
     needed, missed = int(events.needed.sum()), int(misses.sum())
     static = _static_hits(decode, shares)
@@ -116,7 +119,7 @@ def bounds(trace: Steps, rates: Rates, slots: int, scope: Scope = "global", cpu:
         slots=sum(shares),
         scope=scope,
         steps=decode.steps,
-        tokens=sum(step.emitted for step in trace.steps()),
+        tokens=tokens,
         needed=needed,
         least_misses=missed,
         min_hit_rate=_rate(whole, "min", slots),
@@ -223,18 +226,20 @@ class _Events:
         return cls(needed, gpu_ns, kinds)
 
 
-def _around(trace: Steps, rates: Rates, dense_only: int) -> np.ndarray:
+def _around(trace: Steps, rates: Rates, dense_only: int) -> tuple[np.ndarray, int]:
     """[S, L]: what the GPU's timeline holds before each decode event's experts, whatever the policy: drafting, the
-    step's fixed cost and the dense-only layers before the first, attention and the decision before each."""
+    step's fixed cost and the dense-only layers before the first, attention and the decision before each. And the output
+    tokens of all these steps."""
     layers = len(trace.header.target.moe_layers)
-    rows = []
+    rows, tokens = [], 0
     for step in trace.steps():
         if step.kind is not Kind.PREFILL:
-            dense = rates.dense_ns(len(step), step.context)
+            dense = rates.dense_ns(len(step), int(step.positions[0]))
             row = np.full(layers, dense + rates.policy_ns)
             row[0] += int(step.drafted.sum()) * rates.draft_token_ns + rates.step_ns + dense_only * dense
             rows.append(row)
-    return np.array(rows, np.int64).reshape(-1, layers)
+            tokens += step.emitted
+    return np.array(rows, np.int64).reshape(-1, layers), tokens
 
 
 def _prefetch_ns(gpu_ns: np.ndarray, misses: np.ndarray, starts: np.ndarray, copy_ns: int) -> int:

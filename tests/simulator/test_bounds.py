@@ -201,7 +201,7 @@ class Anything(Policy):
             for layer, slots in enumerate(self._setup.slots):
                 yield from (Key(layer, int(e)) for e in self._rng.permutation(rows[1])[:slots])
             return
-        keys = self._rng.permutation(rows[0] * rows[1])[: self._setup.slots[0]].tolist()
+        keys = self._rng.permutation(rows[0] * rows[1])[: sum(self._setup.slots)].tolist()
         yield from (Key(k // rows[1], k % rows[1]) for k in keys)
 
     def dispatch(self, demand, view):
@@ -259,7 +259,7 @@ def check(made: Trace, policy: Policy, prices: Rates, slots: int, cpu: bool) -> 
         assert found.on_demand_ns <= took
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["layer", "global"]), st.booleans(), st.sampled_from([0.0, 0.5, 1.0]))
 def test_no_random_policy_beats_a_bound(seed, scope, cpu, eager):
     rng = np.random.default_rng(seed)

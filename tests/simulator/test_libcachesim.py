@@ -96,9 +96,3 @@ def test_counts_that_survive_eviction_are_another_rule(tmp_path):
     keys = accesses(steps)
     path = write_oracle(tmp_path / "trace", keys)
     assert our_misses(steps, "lfu", 24, 32) != their_misses(path, len(keys), "LFU", 24)
-
-
-def test_leaving_experts_out_never_misses_more():
-    steps = bundled()
-    for size in (4, 24, 72):
-        assert our_misses(steps, "min", size, 32) <= our_misses(steps, "min:bypass=false", size, 32)
