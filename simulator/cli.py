@@ -5,9 +5,11 @@ import typer
 from ..traces.console import run_app
 from .cli_fit import fit
 from .cli_machines import machines
+from .cli_metrics import metrics
 from .cli_policies import policies
 from .cli_run import run
 from .cli_sweep import sweep
+from .cli_validate import validate
 
 app = typer.Typer(
     help="Replay a routing trace under several policies on the model of a machine.",
@@ -18,8 +20,10 @@ app = typer.Typer(
 app.command("run")(run)
 app.command("sweep")(sweep)
 app.command("fit")(fit)
+app.command("validate")(validate)
 app.command("machines")(machines)
 app.command("policies")(policies)
+app.command("metrics")(metrics)
 
 
 def main() -> None:
