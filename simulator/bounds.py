@@ -1,10 +1,10 @@
 """What no policy can beat: offline optima of hit counts, and lower bounds of decode time (issue 3, O1 to O7).
 
 O3, the value of a short sight, is a policy: `lookahead`. Everything here is about the decode and verify steps that a
-trace has; a policy that chooses draft lengths replays other steps, and is bounded on those. A *run* is a stretch of them without prefill in between. What a
-policy did in prefill, or placed before the first step, helps it at the start of a run and may have cost no decode time
-at all. So every run is granted whatever content of the slots suits it best, for nothing; this is what keeps the bounds
-true for every placement, and why a trace of many short runs has looser ones.
+trace has; a policy that chooses draft lengths replays other steps, and is bounded on those. A *run* is a stretch of
+them without prefill in between. What a policy did in prefill, or placed before the first step, helps it at the start of
+a run and may have cost no decode time at all. So every run is granted whatever content of the slots suits it best, for
+nothing; this is what keeps the bounds true for every placement, and why a trace of many short runs has looser ones.
 
 **Misses, M\\*.** Let R_e be what is resident, or on its way into a slot of its own, at the gate of event e (one layer
 of one step); |R_e| <= slots. In a run a policy makes x copies that are ordered and used in it, and lets the CPU serve y
@@ -56,7 +56,9 @@ class Bounds:
     least_misses: M* of the module's docstring, in this scope; 1 - least_misses / needed is the highest hit rate of any
     policy that copies on demand only, wherever it starts from (`best_hit_rate`).
     min_hit_rate (O1), forced_hit_rate (O2): of the policies `min` and `min:bypass=false`, equal shares, starting empty,
-    prefill replayed. Their difference is what leaving experts out is worth.
+    prefill replayed. Their difference is what leaving experts out is worth. The second is no bound: where an event needs
+    several experts, keeping the soonest needed need not be best if every miss must be kept (exhaustive search finds
+    schedules with fewer misses); with one expert an event it is.
     static_hit_rate, static_quota_hit_rate (O7): the best placement that never changes, chosen in hindsight, with equal
     shares of the slots and with any.
     resident_ns: decode time with every expert on the GPU. Not a bound: a CPU may help even then.
