@@ -47,7 +47,10 @@ def fit(
     draft_length: Annotated[int, typer.Option(min=1, help="Tokens drafted at a time.")] = 4,
     acceptance: Annotated[float, typer.Option(min=0, max=1, help="Chance that a drafted token is accepted.")] = 0.7,
     trace: Annotated[str | None, typer.Option(metavar="T", help="Routing to time with. Default: synthetic.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens (of a trace: steps) to time with.")] = 12,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens (of a trace: steps) to time with. Default: a second of work."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of synthetic routing and of policies.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> int:
@@ -122,10 +125,11 @@ def with_taken(profile: "Profile", given: Mapping[str, str | None]) -> "Profile"
     return replace(profile, machine=machine)
 
 
-def sample_for(p: "Plan", trace: str | None, tokens: int, seed: int, drafting: "Drafting") -> "Sample":
+def sample_for(p: "Plan", trace: str | None, tokens: int | None, seed: int, drafting: "Drafting") -> "Sample":
     from ..traces.reader import open_trace
-    from .fit_speed import synthetic_sample, traced_sample
+    from .fit_speed import enough_tokens, synthetic_sample, traced_sample
 
+    tokens = tokens or enough_tokens(p)
     if trace is None:
         return synthetic_sample(p, tokens, seed, drafting)
     return traced_sample(open_trace(trace), trace, p, tokens, drafting, seed)

@@ -121,7 +121,7 @@ def _pinned(wanted: Wanted, machine: Machine, fit: Fit, places: int, everything:
     held = sum(taken for name, taken in fit.taken.items() if name not in ("headroom", WINDOWS_PINS))
     pin = check_pin(size, held + places * shape.expert_bytes, machine, wanted.platform)
     if everything:
-        return replace(pin, fits=True, words=f"nothing to copy, so nothing to pin; {pin.words}"), machine
+        return replace(pin, fits=True, words="nothing to copy, so nothing to pin"), machine
     if wanted.platform == "windows":
         granted = min(wanted.pin or 0, pin.most or 0)
     elif wanted.pin is None or pin.most is not None:

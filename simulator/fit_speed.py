@@ -20,7 +20,8 @@ from .ranges import HIGH, LOW, Profile
 from .verdict import Verdict, expected_tokens
 
 SAME = -1.0
-PROMPT = 16  # tokens before the first decoded one, so that the caches do not begin empty
+LAYER_EVENTS = 576  # of decoding in a sample: what all policies replay in about a second
+PROMPT = 16  # tokens before the first decoded one: the caches are empty before these, and not warm after them
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,11 @@ class Drafting:
 
     length: int = 4
     acceptance: float = 0.7
+
+
+def enough_tokens(p: Plan) -> int:
+    """Tokens of a sample that keeps `fit` instant: 12 of a model with 48 MoE layers, fewer of a deeper one."""
+    return max(4, LAYER_EVENTS // p.wanted.layers)
 
 
 def synthetic_sample(p: Plan, tokens: int, seed: int, drafting: Drafting) -> Sample:
