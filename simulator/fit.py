@@ -85,10 +85,10 @@ def plan(wanted: Wanted, machine: Machine) -> Plan:
     more = fixed_bytes(wanted)
     fit = count_slots(wanted.vram, machine, shape, wanted.draft_shape, wanted.context, wanted.pooled, more)
     slots = fit.slots if wanted.slots is None else min(wanted.slots, model.experts) * wanted.layers
+    machine = with_entry(machine, "gpu.vram", min(machine["gpu.vram"], wanted.vram), "--vram")
     card = None
     if wanted.slots is not None:
-        smaller = with_entry(machine, "gpu.vram", min(machine["gpu.vram"], wanted.vram), "--vram")
-        card = card_with(slots, smaller, shape, wanted.draft_shape, wanted.context, wanted.pooled, more)
+        card = card_with(slots, machine, shape, wanted.draft_shape, wanted.context, wanted.pooled, more)
     everything = slots == wanted.layers * model.experts
     staging = fit.staging if wanted.slots is None else staging_for(slots, shape, wanted.pooled)
     pin, machine = _pinned(wanted, machine, fit, slots + staging, everything)
@@ -172,8 +172,10 @@ def _limits(p: Plan, everything: bool) -> tuple[str, ...]:
         found.append(f"card memory: {each} of {model.experts} experts a layer fit")
     if p.card is not None and p.card.status != FITS:
         found.append(p.card.words)
-    if not everything and not p.pin.fits:
-        found.append(f"copies are pageable: {p.pin.words}")
+    pinned, all_bytes = p.machine["host.pin_limit"], wanted.shape.all_expert_bytes
+    if not everything and 0 < pinned < all_bytes:
+        share = f"{show_size(pinned)} of {show_size(all_bytes)}" if pinned > 1 else "none"
+        found.append(f"pinned memory: {share} of the experts can lie there; the others are copied at pageable speed")
     return tuple(found)
 
 

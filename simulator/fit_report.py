@@ -70,9 +70,12 @@ def plan_lines(r: Report) -> list[str]:
     lines += [f"limit: {limit}" for limit in p.limits]
     lines += [f"[bold red]does not fit:[/] {problem}" for problem in p.problems]
     lines.append(f"prefill: {streaming_words(streaming(p.machine, wanted.shape))}")
-    wide = ", ".join(f"{needed:.1f} for {rows} rows" for rows, needed in verify_unions(r).items())
-    lines.append(f"experts that a layer needs in one pass, if routing were even: {wide}")
+    lines.append(f"experts that a layer needs in one pass, if routing were even: {_wide(verify_unions(r))}")
     return [*lines, *(f"note: {note}" for note in p.notes), f"llama.cpp: {llama_flags(p, r.drafting.length)}"]
+
+
+def _wide(found: dict[int, float]) -> str:
+    return ", ".join(f"{needed:.1f} for {rows} rows" for rows, needed in found.items())
 
 
 def show_speeds(r: Report) -> None:
@@ -80,6 +83,7 @@ def show_speeds(r: Report) -> None:
     if r.sample is not None:
         rows = [_row(s, r.profile.calibrated) for s in r.speeds]
         show_table(f"tokens/s while decoding ({r.sample.words})", rows)
+        say(f"experts that a layer needed in one pass of this sample: {_wide(r.sample.unions)}")
     for verdict in r.verdicts:
         say(verdict)
     if (best := fastest(r)) is not None:

@@ -121,7 +121,12 @@ def test_copies_are_pageable_where_nothing_can_be_pinned():
     linux, windows = (plan(wanted(12, platform=p), MACHINE) for p in ("linux", "windows"))
     assert linux.machine["host.pin_limit"] == 0  # no limit known
     assert windows.machine["host.pin_limit"] == 1  # not one expert
-    assert any("copies are pageable" in limit for limit in windows.limits)
+    assert any("none of the experts can lie there" in limit for limit in windows.limits)
+    some = plan(wanted(12, platform="windows", pin=GIB), MACHINE)
+    assert (some.machine["host.pin_limit"], some.pin.fits) == (GIB, True)
+    assert any("1.00 GiB of 54.00 GiB of the experts" in limit for limit in some.limits)
+    # The card is the smaller of the two: what is left of 24 GiB cannot be pinned on a card of 12.
+    assert (windows.pin.most or 0) < GIB
 
 
 def test_host_memory_that_is_too_small(fit):
