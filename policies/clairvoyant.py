@@ -14,11 +14,11 @@ class Min(Policy):
     """Farthest next use goes first: the offline optimum of on-demand caching (Belady 1966, Mattson 1970).
 
     One layer of one step is one event: at its end the experts with the earliest next use stay, out of residents and
-    fetched ones. With `bypass` a fetched expert may be left out, which makes the number of copies minimal; without it
-    every miss must be admitted (classic MIN), which is a rule and no optimum where an event needs several experts: then
-    a schedule that keeps something needed later may miss less. `placed` starts with what is needed first instead of with nothing, to
-    bound policies that do not start empty. It bounds hit counts of policies that copy on demand only: a prefetching
-    policy may hit more often, and a lower hit rate may be faster once a CPU computes as well.
+    fetched ones. With `bypass` a fetched expert may be left out, which makes the number of copies minimal. Without it
+    every miss must be admitted (classic MIN): a rule, and no optimum where an event needs several experts, as a
+    schedule that keeps something needed later may then miss less. `placed` starts with what is needed first instead of
+    with nothing, to bound policies that do not start empty. It bounds hit counts of policies that copy on demand only:
+    a prefetching policy may hit more often, and a lower hit rate may be faster once a CPU computes as well.
     """
 
     name: ClassVar[str] = "min"

@@ -56,9 +56,9 @@ class Bounds:
     least_misses: M* of the module's docstring, in this scope; 1 - least_misses / needed is the highest hit rate of any
     policy that copies on demand only, wherever it starts from (`best_hit_rate`).
     min_hit_rate (O1), forced_hit_rate (O2): of the policies `min` and `min:bypass=false`, equal shares, starting empty,
-    prefill replayed. Their difference is what leaving experts out is worth. The second is no bound: where an event needs
-    several experts, keeping the soonest needed need not be best if every miss must be kept (exhaustive search finds
-    schedules with fewer misses); with one expert an event it is.
+    prefill replayed. Their difference is what leaving experts out is worth. The second is no bound: if every miss must
+    be kept, keeping the soonest needed is best where an event needs one expert, and need not be where it needs several
+    (exhaustive search finds schedules with fewer misses).
     static_hit_rate, static_quota_hit_rate (O7): the best placement that never changes, chosen in hindsight, with equal
     shares of the slots and with any.
     resident_ns: decode time with every expert on the GPU. Not a bound: a CPU may help even then.

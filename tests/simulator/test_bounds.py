@@ -109,7 +109,8 @@ def test_min_that_keeps_every_miss_equals_exhaustive_search_expert_by_expert(key
 
 def test_keeping_every_miss_has_no_simple_optimum():
     """If all misses must stay, the farthest-next-use rule misses 7 here, and 6 is possible."""
-    tiny = made(np.random.default_rng(2452049), 7, 1, 5, 1)
+    needs = [[2, 3, 4], [1, 3], [1, 4], [2, 3], [1, 3, 4], [2, 4], [1, 3]]
+    tiny = trace([step([[[e]] for e in need], at) for at, need in enumerate(needs)], 5)
     assert int(count_fast(tiny, "min:bypass=false", 3).misses.sum()) == 7
     assert fewest_misses(events_of(tiny), 3, forced=True, placed=False) == 6
 
