@@ -26,6 +26,7 @@ FORMATS = {
     "mxfp4": 4.25,
     "nvfp4": 4.5,
 }
+TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # as traces have them
 KV_FORMATS = {"fp16": 16.0, "q8_0": 8.5}
 
 
@@ -109,7 +110,7 @@ class ModelSize:
             top_k=self.top_k,
             hidden=self.hidden,
             expert_width=self.expert_width,
-            dtype=form.name,
+            dtype=TORCH_NAMES.get(form.name, form.name),
             expert_bytes=round(self.expert * form.experts / 8),
             dense_bytes=round((self.body * form.body + tables) / 8),
             kv_bytes_per_token=round(self.kv_growing * KV_FORMATS[kv] / 8),

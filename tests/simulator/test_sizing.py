@@ -71,7 +71,8 @@ def test_active_for_speed_and_total_for_room_o28():
     assert size.routed / 1e9 == pytest.approx(28.99, abs=0.005)
     assert size.routed_active / 1e9 == pytest.approx(1.812, abs=0.0005)
     assert size.active / 1e9 == pytest.approx(3.353, abs=0.0005)
-    assert size.shape(format_for("bf16", size)).expert_bytes == 9 * 2**20
+    shape = size.shape(format_for("bf16", size))
+    assert (shape.expert_bytes, shape.dtype) == (9 * 2**20, "bfloat16")
 
 
 def test_keys_and_values_from_heads_o36():
