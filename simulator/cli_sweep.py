@@ -74,7 +74,7 @@ def sweep(
     profiles = _distinct([load_machine(name) for name in dict.fromkeys(machine or [DEFAULT_MACHINE])])
     replays = _replays(traces, draft_lengths, acceptance, draft, limit_steps, seed)
 
-    def sizes(replay: "Replay", profile: "Machine") -> list[int]:
+    def sizes(replay: "Replay", profile: "Machine") -> dict[str, int]:
         return _sizes(replay, profile, loaded, (slots, cache_fraction, vram))
 
     cells = plan(replays, profiles, wanted, sizes, seed, optimum)
@@ -133,17 +133,19 @@ def _lengths(text: str | None) -> list[int | None]:
 
 def _sizes(
     replay: "Replay", machine: "Machine", policies: "Sequence[Policy]", flags: tuple[str | None, str | None, str | None]
-) -> list[int]:
-    """Slots over all layers. --vram alone needs to know how long the texts get."""
+) -> dict[str, int]:
+    """Slots over all layers by what was asked for. --vram alone needs to know how long the texts get."""
     from .cli_sizes import sizes_for
     from .compare import Job
     from .sweep import load_for, source_of
 
     slots, fraction, vram = flags
-    loads = {replay.mode: load_for(replay)} if vram else {}
-    job = Job(source_of(replay), machine, loads)
-    budgets = vram.split(",") if vram else [None]
-    return [size for budget in budgets for size in sizes_for(slots, fraction, budget, job, policies, replay.mode)[0]]
+    job = Job(source_of(replay), machine, {replay.mode: load_for(replay)} if vram else {})
+    if vram and not slots and not fraction:
+        budgets = [budget.strip() for budget in vram.split(",")]
+        return {b: sizes_for(None, None, b, job, policies, replay.mode)[0][0] for b in budgets}
+    layers = len(job.source.trace.header.target.moe_layers)
+    return {f"{n / layers:.4g} a layer": n for n in sizes_for(slots, fraction, vram, job, policies, replay.mode)[0]}
 
 
 def _work(out: Path, cells: "Sequence[Cell]", jobs: int, dask: str | None) -> None:
@@ -235,6 +237,7 @@ def _tell(out: Path, rows: "list[Row]") -> None:
         {
             "trace": Path(row["trace"]).stem,
             "machine": row["machine"],
+            "size": row["size"],
             "slots/layer": number(row, "slots_per_layer", 0 if row["slots_per_layer"].is_integer() else 1),
             "best policy": row["policy"],
             "draft": row["draft"],

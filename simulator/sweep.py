@@ -163,26 +163,29 @@ def plan(
     replays: Sequence[Replay],
     machines: Sequence[Machine],
     policies: Sequence[str],
-    sizes: Callable[[Replay, Machine], Sequence[int]],
+    sizes: Callable[[Replay, Machine], Mapping[str, int]],
     seed: int = 0,
     optimum: bool = False,
 ) -> list[Cell]:
-    """Every cell, in the order of the table. `sizes` gives slots over all layers; `optimum` adds what is missing of
-    the references, MIN with the fluid bound and AR-LRU."""
+    """Every cell, in the order of the table. `sizes` gives slots over all layers by what was asked for, which is what
+    drafts are compared at: a draft takes memory, and so slots. `optimum` adds what is missing of the references, MIN
+    with the fluid bound and AR-LRU."""
     asked = dict.fromkeys(policies)
     added = [p for p in (BASE, OPTIMUM) if optimum and p not in asked]
     return [
-        _cell(replay, machine, policy, slots, seed, policy in added, optimum and policy == OPTIMUM)
+        _cell(replay, machine, policy, (size, slots), seed, policy in added, optimum and policy == OPTIMUM)
         for replay in replays
         for machine in machines
-        for slots in dict.fromkeys(sizes(replay, machine))
+        for size, slots in sizes(replay, machine).items()
         for policy in [*asked, *added]
     ]
 
 
-def _cell(replay: Replay, machine: Machine, policy: str, slots: int, seed: int, reference: bool, bounded: bool) -> Cell:
+def _cell(
+    replay: Replay, machine: Machine, policy: str, size: tuple[str, int], seed: int, reference: bool, bounded: bool
+) -> Cell:
     header = header_of(replay)
-    shape = header.target
+    shape, (asked, slots) = header.target, size
     inputs = {
         "trace": replay.name,
         "trace_sha256": replay.sha256,
@@ -190,6 +193,7 @@ def _cell(replay: Replay, machine: Machine, policy: str, slots: int, seed: int, 
         "model": shape.name,
         "machine": machine.name,
         "policy": policy,
+        "size": asked,
         "slots": slots,
         "slots_per_layer": slots / len(shape.moe_layers),
         "mode": replay.mode,
@@ -355,7 +359,7 @@ def add_gaps(rows: Sequence[Row]) -> None:
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[name] for name in ("trace_sha256", "trace", "machine", "slots", "draft"))
+    return tuple(row[name] for name in ("trace_sha256", "trace", "machine", "size", "draft"))
 
 
 def table_bytes(rows: Sequence[Row]) -> bytes:
@@ -386,7 +390,7 @@ def best_rows(rows: Sequence[Row]) -> list[Row]:
     best: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         fit = row["status"] == OK and row["lossless"] and not row["reference"] and row.get("tokens_per_s")
-        place = (row["trace"], row["machine"], row["slots"])
+        place = (row["trace"], row["machine"], row["size"])
         if fit and (place not in best or row["tokens_per_s"] > best[place]["tokens_per_s"]):
             best[place] = row
     return list(best.values())

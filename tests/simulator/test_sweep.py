@@ -47,14 +47,14 @@ def same_files(one: Path, two: Path) -> bool:
 
 
 def test_a_sweep_is_the_product_as_one_tidy_table(sim, tmp_path):
-    words = ("sweep", "t.spac", "plain.spac", *TWO, "--policy", "mine.py:Broken", "--slots", "3,6")
+    words = ("sweep", "t.spac", "plain.spac", *TWO, "--policy", "mine.py:Broken", "--slots", "3")
     code, out, err = sim(*words, "--draft-lengths", "0,2,recorded", "--acceptance", "0.7", "--out", "r",
                          "--machine", "rtx4090-pcie4", "--machine", "rtx3090-pcie3-ddr4")  # fmt: skip
     assert (err, code) == ("", 0)
     table = pd.read_parquet(tmp_path / "r" / "sweep.parquet")
-    # t.spac: none, cut to 2, recorded; plain.spac: none, assumed 2. Two machines, two sizes, three policies and min.
-    assert len(table) == (3 + 2) * 2 * 2 * 4
-    assert not table.duplicated(["trace", "machine", "slots", "policy", "draft"]).any()
+    # t.spac: none, cut to 2, recorded; plain.spac: none, assumed 2. Two machines, three policies and min.
+    assert len(table) == (3 + 2) * 2 * 4
+    assert not table.duplicated(["trace", "machine", "size", "policy", "draft"]).any()
     assert set(table.draft) == {"none", "cut to 2", "recorded", "assumed 2"}
     assert table.groupby("draft").draft_length.unique().map(list).to_dict() == {
         "none": [0], "cut to 2": [2], "recorded": [3], "assumed 2": [2]}  # fmt: skip
@@ -63,7 +63,7 @@ def test_a_sweep_is_the_product_as_one_tidy_table(sim, tmp_path):
     assert table[broken].tokens_per_s.isna().all()
     assert (table[~broken].status == "ok").all()
     assert (table[~broken].tokens_per_s <= table[~broken].fluid_bound_tokens_per_s).all()
-    assert "mine.py:Broken: 20 of its cells have the status failed: policy Broken, step 1" in out
+    assert "mine.py:Broken: 10 of its cells have the status failed: policy Broken, step 1" in out
     assert "accepted is assumed, and costs nothing: plain.spac" in out
 
 
@@ -101,9 +101,9 @@ def test_whatever_changes_a_result_makes_another_cell(sim, tmp_path):
     machine = load_machine("rtx4090-pcie4")
 
     def key(trace="t.spac", length=None, machine=machine, policy="mine.py:Lossy", slots=6, seed=0, **more):
-        return plan(replays_of(trace, [length], seed=seed, **more), [machine], [policy], lambda *_: [slots], seed)[
-            0
-        ].key
+        return plan(
+            replays_of(trace, [length], seed=seed, **more), [machine], [policy], lambda *_: {"some": slots}, seed
+        )[0].key
 
     link = replace(machine.quantities["link.bandwidth"], value=1e9)
     keys = [
@@ -141,7 +141,7 @@ def test_a_policys_own_source_belongs_to_its_cells(sim, tmp_path):
 
 def test_a_worker_with_other_files_or_another_program_is_refused(sim, tmp_path):
     replay = replays_of("t.spac", [0])[0]
-    cell = plan([replay], [load_machine("rtx4090-pcie4")], ["static"], lambda *_: [6])[0]
+    cell = plan([replay], [load_machine("rtx4090-pcie4")], ["static"], lambda *_: {"3 a layer": 6})[0]
     with pytest.raises(InputError, match="another version of moe-spac"):
         run_cell(replace(cell, code="0" * 64), None)  # type: ignore[arg-type]
     write(speculated(5), tmp_path / "t.spac")
@@ -180,6 +180,7 @@ def test_several_memory_sizes(sim):
     fits = [sim("run", "t.spac", *TWO, "--vram", size, "--out", "one", "--json", "--no-plots")[1]
             for size in ("4.7GB", "4.71GB")]  # fmt: skip
     assert {r["slots"] for r in json.loads(out)} == {r["slots"] for fit in fits for r in json.loads(fit)["runs"]}
+    assert {r["size"] for r in json.loads(out)} == {"4.7GB", "4.71GB"}
 
 
 def test_a_dask_cluster_gives_the_same_bytes(sim, tmp_path):
