@@ -43,18 +43,19 @@ class Fiddler(Composed):
     constants of the code (227715b: 7 for a token on the CPU, 70 for copy and GPU, so up to 10 tokens stay on the CPU)
     and lets the GPU wait for the CPU, as it does.
     Ours: the times are this machine's `Costs`, the start-up of a layer's first CPU expert left out, because each expert
-    is judged alone; `frequencies` and what happens without it as for `kt-frequency`.
+    is judged alone; `frequencies`, and `warmup` without it, as for `kt-frequency`.
     """
 
     name: ClassVar[str] = "fiddler"
     scope = "global"
     frequencies: str = ""
+    warmup: int = 64
     release: bool = False
 
     def __post_init__(self) -> None:
-        check_source(self.frequencies)
+        check_source(self.frequencies, self.warmup)
         self.serial_tiers = self.release
 
     def parts(self, setup: Setup) -> Parts:
-        popular, measure = popular_parts(self.frequencies)
+        popular, measure = popular_parts(self.frequencies, self.warmup)
         return Parts(popular, Never(), popular, measure, Cheaper(self.release))

@@ -68,21 +68,22 @@ class KtFrequency(Composed):
 
     Theirs: the top N over all (layer, expert) pairs by activations measured beforehand.
     `frequencies`: a trace (of other text than the one replayed, or the result is hindsight), or a JSON file with a list
-    for each MoE layer of one number for each expert. Ours: without it nothing is known before the run, so the GPU
-    starts empty and is filled once, in the background, with what the run's first prompt used most; on a trace without
-    a prompt it stays empty.
+    for each MoE layer of one number for each expert. Ours: without it nothing is known before the run, so the start is
+    that of `kt-uniform`, and once, in the background, it is replaced by what the run's first prompt used most, or, of a
+    run without a prompt, its first `warmup` steps.
     """
 
     name: ClassVar[str] = "kt-frequency"
     scope: Scope = "global"
     frequencies: str = ""
+    warmup: int = 64
     offload_tokens: Offload = 400
 
     def __post_init__(self) -> None:
-        check_source(self.frequencies)
+        check_source(self.frequencies, self.warmup)
 
     def parts(self, setup: Setup) -> Parts:
-        popular, measure = popular_parts(self.frequencies)
+        popular, measure = popular_parts(self.frequencies, self.warmup)
         return Parts(popular, Never(), popular, measure, OnCpu(self.offload_tokens))
 
 

@@ -68,14 +68,13 @@ class Placement(Part):
 
 
 class FirstIds(Placement):
-    """The lowest ids of every layer, as many as it has slots; a shared pool is divided evenly."""
+    """See `even`."""
 
     def setup(self, setup: Setup) -> None:
         self._setup = setup
 
     def keys(self) -> Iterable[Key]:
-        for layer, slots in enumerate(even_quotas(self._setup)):
-            yield from (Key(layer, e) for e in range(slots))
+        return even(self._setup)
 
 
 class VictimOrder(Part):
@@ -351,10 +350,9 @@ def split(demand: Demand, missing: Where) -> list[tuple[int, Where]]:
     return hits + misses
 
 
-def even_quotas(setup: Setup) -> list[int]:
-    """Slots a layer: its own, or an even share of the pool with the remainder to the first layers."""
-    if len(setup.slots) == setup.layers:
-        shares = list(setup.slots)
-    else:
-        shares = [setup.slots[0] // setup.layers + (i < setup.slots[0] % setup.layers) for i in range(setup.layers)]
-    return [min(share, setup.experts) for share in shares]
+def even(setup: Setup) -> list[Key]:
+    """The lowest ids of every layer, as many as its slots or an even share of a pool, the rest to the first layers."""
+    shares = list(setup.slots)
+    if len(shares) < setup.layers:
+        shares = [shares[0] // setup.layers + (i < shares[0] % setup.layers) for i in range(setup.layers)]
+    return [Key(layer, e) for layer, n in enumerate(shares) for e in range(min(n, setup.experts))]

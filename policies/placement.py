@@ -13,7 +13,7 @@ from ..traces.errors import InputError
 from ..traces.schema import Kind
 from .future import Future
 from .interface import Candidates, Demand, Key, Scope, Setup, StepInfo, View
-from .parts import Composed, Never, OnCpu, Parts, Placement, Prefetcher, VictimOrder
+from .parts import Composed, Never, OnCpu, Parts, Placement, Prefetcher, VictimOrder, even
 
 
 def best(counts: np.ndarray, slots: tuple[int, ...]) -> list[Key]:
@@ -54,19 +54,20 @@ class Drawn(Placement):
 
 
 class Popular(Placement, VictimOrder):
-    """Most counts [L, E] stay. The counts come from a trace or a file, or from `FirstPrompt`; until then they are 0."""
+    """Most counts [L, E] stay. They come from a trace or a file; without one the start is even, and `Warmup` counts."""
 
     def __init__(self, frequencies: str = "") -> None:
         self._frequencies = frequencies
 
     def setup(self, setup: Setup) -> None:
+        self._setup = setup
         self.slots = setup.slots
         self.counts = np.zeros((setup.layers, setup.experts))
         if self._frequencies:
             self.counts = read_counts(self._frequencies, setup.layers, setup.experts)
 
     def keys(self) -> Iterable[Key]:
-        return best(self.counts, self.slots) if self._frequencies else ()
+        return best(self.counts, self.slots) if self._frequencies else even(self._setup)
 
     def first(self, layer: int, candidates: Candidates, view: View) -> Key | None:
         return min(candidates, key=lambda key: (self.counts[key], key), default=None)
@@ -75,23 +76,28 @@ class Popular(Placement, VictimOrder):
         return bool(self.counts[incoming] > self.counts[victim])
 
 
-class FirstPrompt(Prefetcher):
-    """Counts the first prompt's choices, and when it is over fills the slots with the experts that it chose most."""
+class Warmup(Prefetcher):
+    """Counts what the run's first prompt chose, or of a run that has none its first `steps` steps, and then brings in
+    the experts chosen most, once and for all."""
 
-    def __init__(self, popular: Popular) -> None:
-        self._popular = popular
-        self._reading, self._done = False, False
+    def __init__(self, popular: Popular, steps: int) -> None:
+        self._popular, self._left = popular, steps
+        self._prompt, self._counting = False, True
         self._wanted: list[Key] = []
 
     def step_begins(self, step: StepInfo) -> None:
+        if not self._counting:
+            return
         prompt = step.kind is Kind.PREFILL
-        if self._reading and not prompt:
-            self._done = True
-            self._wanted = [k for k in best(self._popular.counts, self._popular.slots) if self._popular.counts[k]][::-1]
-        self._reading = prompt and not self._done
+        if not prompt and (self._prompt or not self._left):
+            self._counting = False
+            counts = self._popular.counts
+            self._wanted = [key for key in best(counts, self._popular.slots) if counts[key]][::-1]
+        self._prompt |= prompt
+        self._left -= not prompt
 
     def used(self, demand: Demand, view: View) -> None:
-        if self._reading:
+        if self._counting:
             self._popular.counts[demand.layer, list(demand.experts)] += demand.loads
 
     def next_fetch(self, view: View) -> Key | None:
@@ -105,14 +111,16 @@ class FirstPrompt(Prefetcher):
         return self._popular.better(incoming, victim)
 
 
-def popular_parts(frequencies: str) -> tuple[Popular, list[Prefetcher]]:
+def popular_parts(frequencies: str, warmup: int) -> tuple[Popular, list[Prefetcher]]:
     """Placement by measured counts, and what measures them if no file does."""
     popular = Popular(frequencies)
-    return popular, [] if frequencies else [FirstPrompt(popular)]
+    return popular, [] if frequencies else [Warmup(popular, warmup)]
 
 
-def check_source(frequencies: str) -> None:
-    """InputError if there is no such trace or file of counts. "" is none."""
+def check_source(frequencies: str, warmup: int = 1) -> None:
+    """InputError if there is no such trace or file of counts ("" is none), ValueError without a warm-up."""
+    if warmup < 1:
+        raise ValueError("warmup must be at least 1")
     if frequencies and not frequencies.endswith(".json"):
         from ..traces.reader import resolve
 

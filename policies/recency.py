@@ -71,11 +71,6 @@ class ArLru(Composed):
         self._lru = Lru()
         return Parts(self._lru, IfBetter(self._lru), prefetch=_ahead(self.spec_topk))
 
-    def setup(self, setup: Setup) -> None:
-        super().setup(setup)
-        if not self.spec_topk:
-            self.deaf |= {"transfer_done"}  # a miss has its place already, and nothing else lands
-
     # Nothing is prefetched by default, and then the parts are asked in one call: many comparisons rest on this policy.
 
     def setup(self, setup: Setup) -> None:

@@ -1,6 +1,8 @@
 """Parts are told and asked what belongs to them, and a policy is what its parts say."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_loop import Host, make_setup, one_by_one, random_routing, sets
 
-from moe_spac.policies.interface import Key, Setup
+from moe_spac.policies.interface import Key, Scope, Setup
 from moe_spac.policies.orders import Lru, Ranked
 from moe_spac.policies.parts import (
     Admission,
@@ -25,7 +27,7 @@ from moe_spac.policies.parts import (
     Parts,
     Prefetcher,
     VictimOrder,
-    even_quotas,
+    even,
 )
 from moe_spac.simulator.replay import count
 from moe_spac.traces.schema import Kind
@@ -35,17 +37,16 @@ from moe_spac.traces.schema import Kind
 class Made(Composed):
     """A policy of given parts; `how` makes them anew for every run."""
 
-    how: object = Parts
-    scope = "layer"
-    name = "made"
+    name: ClassVar[str] = "made"
+    how: Callable[[], Parts] = Parts
+    scope: Scope = "layer"
 
     def parts(self, setup: Setup) -> Parts:
-        return self.how()  # type: ignore[operator]
+        return self.how()
 
 
-def played(how, routing, slots, experts=8, scope="layer", **more):
-    policy = Made(how)
-    policy.scope = scope
+def played(how, routing, slots, experts=8, scope: Scope = "layer", **more):
+    policy = Made(how, scope)
     host = Host(policy, make_setup(policy, routing[0].shape[1], experts, slots), routing)
     host.play(**more)
     return host
@@ -143,8 +144,8 @@ def test_prefetchers_are_asked_in_turn_and_drafts_controlled():
 
 
 def test_quotas_of_a_pool_are_even():
-    assert even_quotas(setup(3, 8, [11])) == [4, 4, 3]
-    assert even_quotas(setup(3, 8, [1, 2, 30])) == [1, 2, 8]
+    assert even(setup(3, 8, [5])) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+    assert even(setup(3, 2, [1, 0, 30])) == [(0, 0), (2, 0), (2, 1)]
 
 
 class Scored(Ranked):
@@ -168,10 +169,6 @@ class Checked(VictimOrder):
         assert found == min(candidates, key=lambda key: (*self.rank(self.order, key), key), default=None)
         self.asked += found is not None
         return found
-
-
-class Everything(Part):
-    """Overrides all that a part may be told, so that `Checked` is told it."""
 
 
 def _checked(order, rank):

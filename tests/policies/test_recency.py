@@ -172,7 +172,7 @@ def test_the_longest_interval_goes_first():
     assert sorted(host.driver.cache.resident) == [(0, 1), (0, 2)]
     host = Host(policy, make_setup(policy, 1, 4, 2, 1), one_by_one(0, 1, 1, 0, 0))
     host.play()
-    assert policy._parts.victims._interval[0, 0] == 2.5
+    assert policy._parts.victims._interval[0, 0] == 2.5  # type: ignore[attr-defined]
 
 
 def test_what_the_next_gate_names_is_loaded_ahead():
