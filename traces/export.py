@@ -57,6 +57,8 @@ def replacing(out: str | Path, src: str | Path) -> Iterator[Path]:
     out = Path(out)
     if out.exists() and Path(src).exists() and out.samefile(src):
         raise InputError(f"-o {out}: this is the file that is read; write to another")
+    if not out.parent.is_dir():
+        raise InputError(f"{out}: cannot write: no such folder {out.parent}; make it first")
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         yield part

@@ -46,7 +46,10 @@ LINES_AT_ONCE = 50_000
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Columns of N rows; `ids` and `weights` are [N, w] (w is 1 in a CSV). `text` numbers sequence and turn."""
+    """Columns of N rows; `ids` and `weights` are [N, w] (w is 1 in a CSV). `text` numbers the texts from 0.
+
+    `complete`: a row has all experts of its token and layer.
+    """
 
     layer: np.ndarray
     ids: np.ndarray
@@ -54,6 +57,7 @@ class Rows:
     token: np.ndarray | None
     text: np.ndarray
     kind: np.ndarray | None
+    complete: bool
 
 
 def read_csv(src: Path, top_k: int | None) -> tuple[list[Text], tuple[int, ...]]:
@@ -77,9 +81,15 @@ def read_csv(src: Path, top_k: int | None) -> tuple[list[Text], tuple[int, ...]]
         token=token,
         text=np.unique(np.stack(owners, axis=1), axis=0, return_inverse=True)[1].reshape(-1),
         kind=np.array(table["kind"].to_pylist()) if "kind" in table else None,
+        complete=False,
     )
     if token is not None and rank is not None:
-        rows = _chosen(rows, np.lexsort((rank, layer, token, rows.text)))
+        keys = (rank, layer, token, rows.text)
+        order = np.lexsort(keys)
+        again = np.all([np.diff(key[order]) == 0 for key in keys], axis=0)
+        if again.any():
+            raise InputError(_joined(src, int(token[order[np.argmax(again)]])))
+        rows = _chosen(rows, order)
     return _texts(rows, src, top_k)
 
 
@@ -98,8 +108,9 @@ def read_jsonl(src: Path) -> tuple[list[Text], tuple[int, ...]]:
         ids=columns["ids"],
         weights=columns.get("weights"),
         token=columns.get("token"),
-        text=columns.get("sequence", np.zeros(len(columns["layer"]), np.int64)),
+        text=np.unique(columns.get("sequence", np.zeros_like(columns["layer"])), return_inverse=True)[1],
         kind=columns.get("kind"),
+        complete=True,
     )
     return _texts(rows, src, rows.ids.shape[1])
 
@@ -209,21 +220,31 @@ def _chosen(rows: Rows, places: np.ndarray) -> Rows:
         return None if column is None else column[places]
 
     return Rows(
-        rows.layer[places], rows.ids[places], of(rows.weights), of(rows.token), rows.text[places], of(rows.kind)
+        rows.layer[places], rows.ids[places], of(rows.weights), of(rows.token), rows.text[places], of(rows.kind),
+        rows.complete,
+    )  # fmt: skip
+
+
+def _joined(src: Path, token: int) -> str:
+    return (
+        f"{src}: token {token} comes twice in one layer; files that were joined need a column sequence, rows in any "
+        "order a column rank"
     )
 
 
 def _by_token(rows: Rows, layers: np.ndarray, src: Path, name: str) -> Text:
     """Rows that name their token, in any order; within a token and layer their order is the router's."""
     assert rows.token is not None
+    key = rows.token * (layers[-1] + 1) + rows.layer
+    runs = key if rows.complete else key[np.r_[True, np.diff(key) != 0]]
+    once, counts = np.unique(runs, return_counts=True)
+    if len(once) != len(runs):
+        raise InputError(_joined(src, int(once[np.argmax(counts > 1)] // (layers[-1] + 1))))
     order = np.lexsort((rows.layer, rows.token))  # stable
     token, layer = rows.token[order], rows.layer[order]
-    tokens = np.unique(token)
-    width = len(token) * rows.ids.shape[1] // (len(tokens) * len(layers))
-    each = len(token) // (len(tokens) * len(layers))
-    whole = each and len(token) == each * len(tokens) * len(layers)
-    if not whole or (token.reshape(len(tokens), -1) != tokens[:, None]).any():
-        counts = np.array([np.count_nonzero(token == t) for t in tokens[:2000]])
+    tokens, counts = np.unique(token, return_counts=True)
+    each, rest = divmod(int(counts[0]), len(layers))
+    if rest or (counts != counts[0]).any():
         odd = tokens[np.argmax(counts != np.bincount(counts).argmax())]
         raise InputError(
             f"{src}: token {odd} has not as many rows as the others; each needs every layer and as many experts"
@@ -232,7 +253,7 @@ def _by_token(rows: Rows, layers: np.ndarray, src: Path, name: str) -> Text:
     if (grid != layers[:, None]).any():
         odd = tokens[np.argmax((grid != layers[:, None]).any(axis=(1, 2)))]
         raise InputError(f"{src}: token {odd} has not as many experts in each layer")
-    shape = (len(tokens), len(layers), width)
+    shape = (len(tokens), len(layers), each * rows.ids.shape[1])
     kinds = None
     if rows.kind is not None:
         kinds = _kinds(rows.kind[order].reshape(len(tokens), -1)[:, 0], src)

@@ -58,6 +58,8 @@ def shape_of(
     """
     if named is not None:
         return _fitted(named, moe_layers, top_k, src)
+    if flags.top_k not in (None, top_k):
+        raise InputError(f"{src}: the routing has {top_k} experts a token, not the {flags.top_k} of --top-k")
     needed = ("experts", "hidden", "expert_width", "dense_bytes", "kv_bytes")
     missing = [flag for flag in needed if getattr(flags, flag) is None]
     if missing:

@@ -161,6 +161,22 @@ def test_columns_are_found_by_name_and_comments_passed_over(tmp_path):
     assert header.weights
 
 
+@pytest.mark.parametrize("columns", [("token", "layer", "expert"), ("token", "layer", "slot", "expert")])
+def test_files_joined_without_a_sequence_column_are_refused(tmp_path, columns):
+    """Two equal files joined would look like one of twice the experts a token."""
+    src = tmp_path / "t.csv"
+    src.write_text(",".join(columns) + "\n" + csv_rows(*columns) + csv_rows(*columns).replace(",3", ",4"))
+    with pytest.raises(InputError, match="token 0 comes twice in one layer"):
+        imported(src)
+    rows = [{"token": t, "layer": a, "ids": ids} for t, token in enumerate(TOKENS) for a, ids in enumerate(token)]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, sorted(rows * 2, key=lambda r: r["token"]))))
+    with pytest.raises(InputError, match="token 0 comes twice in one layer"):
+        imported(tmp_path / "t.jsonl")
+    both = [{**row, "sequence": 10**9 * n} for n in (1, 2) for row in rows]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, both)))
+    assert [s.sequence for s in imported(tmp_path / "t.jsonl")[1]] == [0, 0, 0, 1, 1, 1]
+
+
 def test_llama_cpp_writes_a_pass_layer_after_layer(tmp_path):
     """A prompt of three tokens is one pass (n*k rows of each layer); its last layer has the last token only, and none
     in a pass that gives no output.
@@ -231,6 +247,7 @@ def test_model_from_a_config_and_its_overrides(tmp_path):
     ("array", "flags", "what"),
     [
         (routing(3), ShapeFlags(experts=6), "or --hidden, --expert-width, --dense-size, --kv-size"),
+        (routing(3), ShapeFlags(top_k=4), "has 2 experts a token, not the 4 of --top-k"),
         (routing(3), ShapeFlags(model="gpt-oss-20b"), "has 2 layers, but the model has 24"),
         (routing(3, 24, 2), ShapeFlags(model="gpt-oss-20b"), "has 2 experts a token, but the model chooses 4"),
         (routing(3), ShapeFlags(model="./none.json"), "--model ./none.json: no such file"),
