@@ -34,7 +34,7 @@ def test_round_trips_are_exact(tmp_path_factory, seed, kinds, experts, extras, f
     """O13. CSV rows have no room for scores and looked-ahead gates; all else comes back to the last bit."""
     folder, rng = tmp_path_factory.mktemp("t"), np.random.default_rng(seed)
     more = {"weights": True, "scores": "logit", "lookahead": 2} if extras else {}
-    header = small_header(experts, notes="a, \"b\"\n# ü", sequences=({"name": "x,y", "domain": "d"},), **more)
+    header = small_header(experts, notes='a, "b"\n# ü', sequences=({"name": "x,y", "domain": "d"},), **more)
     size = {Kind.PREFILL: 300, Kind.DECODE: 1, Kind.VERIFY: 5}
     steps = [random_step(rng, header, kind, size[kind], sequence=i // 3, turn=i % 2) for i, kind in enumerate(kinds)]
     trace = open_trace(write(folder / "a.spac", header, steps))
