@@ -47,6 +47,8 @@ def redrafted(trace: Steps, draft_length: int, seed: int = 0) -> Steps:
         f"positions {fates} have a modelled fate (accepted with probability {chance:.4f}, seed {seed}) and {rows} "
         "rejected ones the routing of the true continuation"
     )
+    if trace.header.sampling.get("temperature"):
+        modelled += "; sampled, so that a draft once accepted is taken to be accepted again"
     return _view(trace, cut, draft_length, replace(trace.header, draft_length=draft_length, acceptance=modelled))
 
 

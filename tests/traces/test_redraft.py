@@ -94,6 +94,9 @@ def test_by_hand():
     assert view.header.draft_length == 2
     assert "probability 0.7778" in view.header.acceptance
     assert view.header.acceptance.startswith("measured at draft length 4, cut again at 2: of 8 drafted positions 1 ")
+    assert "sampled" not in view.header.acceptance
+    hot = InMemory(replace(trace.header, sampling={"temperature": 0.8, "seed": 0}), trace.content)
+    assert "sampled, so that a draft once accepted" in redrafted(hot, 2).header.acceptance
 
 
 def test_open_fates_follow_the_recorded_chance():
