@@ -64,7 +64,7 @@ class LfuInCache(Composed):
 
     The textbook form: a count starts anew when its expert comes in. `reset=false,scope=global` is what MoE-Infinity's
     release does (d617801): visits of cached experts, over all layers, not reset by an eviction; since every miss is
-    cached, that is `lfu:scope=global` but for experts that passed through.
+    cached, that is `lfu:scope=global`.
     """
 
     name: ClassVar[str] = "lfu-in-cache"
@@ -124,8 +124,9 @@ class HalvedCounts(Counts):
 class DecayedLfu(Composed):
     """On-demand loading, evicting the least used, with old uses counting less and less.
 
-    Theirs: counts halved periodically and every miss admitted, the best of the rules without foresight in a published
-    comparison of admission filters. Ours: the period, 128 steps, which was not at hand; `period=0` is `lfu`.
+    Theirs ("foresight", a public study of MoE caches, read at second hand): counts halved periodically and every miss
+    admitted is its best rule without a forecast; on Qwen3-30B-A3B with 16 slots a layer 134.0 reads a token, with
+    admission filters 143.5 and 150.2. Ours: the period, 128 steps, which was not at hand; `period=0` is `lfu`.
     """
 
     name: ClassVar[str] = "decayed-lfu"

@@ -237,14 +237,6 @@ class Composed(Policy):
         self._selective = _overrides(parts.admission, Admission, "admits")
         self._asked: dict[Key, Prefetcher] = {}  # who asked for what is not yet there
         self.deaf = self._deaf()
-        silent = {name for name in ("transfer_done", "layer_ends") if not self._tell[name]}
-        if parts.prefetch:
-            silent.discard("transfer_done")
-        else:
-            silent.add("next_fetch")
-        if not _overrides(parts.draft, DraftControl, "draft_length"):
-            silent.add("draft_length")
-        self.deaf = frozenset(name for name in silent if not _overrides(self, Composed, name))
         self._told("setup", setup)
 
     def _deaf(self) -> frozenset[str]:
