@@ -3,13 +3,13 @@
     python -m moe_spac.traces.synth_fit qwen3-30b-a3b            writes synthetic/qwen3-30b-a3b.json
     python -m moe_spac.traces.synth_fit qwen3-30b-a3b --check    compares; --write FILE.md puts the table there
 
-In every layer the standard deviation of the lasting part of the score, `spread`, is solved for the layer's lag-1
-overlap, by a few damped steps on one fixed set of random numbers. Five numbers for the whole model say how the rest
-follows from it and from the layer's place between the least and the most persistent one: the lasting part's share of
-the variance (at both ends), the memory of the drift, and the ceiling of the lasting part over its standard deviation
-(at both ends). They are found by Gauss-Newton steps on the weighted relative misses of the published figures. Last,
-the lasting part is divided into popularity, domain and sequence so that the busiest experts get their published share
-over all text and within a domain.
+In every layer `spread`, the standard deviation of the lasting and the drifting part of the score together, is solved
+for the layer's lag-1 overlap, by a few damped steps on one fixed set of random numbers. Five numbers for the whole
+model say how the rest follows from it and from the layer's place between the least and the most persistent one: the
+lasting part's share of the variance (at both ends), the memory of the drift, and the ceiling of the lasting part over
+its standard deviation (at both ends). They are found by Gauss-Newton steps on the weighted relative misses of the
+published figures. Last, the lasting part is divided into popularity, domain and sequence so that the busiest experts
+get their published share over all text and within a domain.
 """
 
 import json
@@ -27,7 +27,7 @@ from .errors import InputError
 from .stats import overlap, top_share
 from .synth import FOLDER, PARTS, load, process_of, published
 from .synth_process import Process
-from .synth_stats import Sample, sample
+from .synth_stats import MEANING, Sample, sample
 from .synth_targets import Row, Target, compare, overlap_profile, skew_profiles, targets
 
 FIT_SEED, CHECK_SEED = 1, 1001
@@ -246,6 +246,13 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def glossary() -> str:
+    """What the names of the statistics mean, as a table."""
+    return "\n".join(
+        ["| statistic | |", "| --- | --- |", *(f"| `{name}` | {text} |" for name, text in MEANING.items())]
+    )
+
+
 def write_tables(page: Path, tables: dict[str, str]) -> None:
     """Put each table between the marks `<!-- table NAME -->` and `<!-- end -->` of a page. InputError without them."""
     try:
@@ -266,7 +273,7 @@ def check(names: Sequence[str], page: Path | None, as_json: bool) -> None:
     """Compare models with what is published; the samples have another seed than those of the fit."""
     found = {like: compare(like, process_of(load(like)), targets(like), CHECK_SEED) for like in names}
     if page:
-        write_tables(page, {like: markdown(rows) for like, rows in found.items()})
+        write_tables(page, {"statistics": glossary()} | {like: markdown(rows) for like, rows in found.items()})
     if as_json:
         show_json(
             {

@@ -149,7 +149,7 @@ def kept_hits(found: Sample, slots: int, clairvoyant: bool) -> np.ndarray:
     sequences, length, layers, _ = rows.shape
     shape = (sequences, layers, found.count)
     future = _next_uses(rows, found.count) if clairvoyant else None
-    held, uses, last = np.zeros(shape, bool), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    held, uses, last = np.zeros(shape, bool), np.zeros(shape), np.zeros(shape)
     hits = np.zeros(layers)
     for t in range(length):
         ids = rows[:, t].astype(np.int64)
@@ -157,24 +157,16 @@ def kept_hits(found: Sample, slots: int, clairvoyant: bool) -> np.ndarray:
         wanted = np.zeros(shape, bool)
         np.put_along_axis(wanted, ids, True, 2)
         if future is not None:
-            worth = np.where(held | wanted, -future[t].astype(np.float32), -np.inf)
+            worth = np.where(held | wanted, -future[t], -np.inf)
         else:
             uses += wanted
             last[wanted] = t
             worth = np.where(wanted, np.inf, np.where(held, uses + last / (length + 1), -np.inf))
-        limit = np.partition(worth, found.count - slots, axis=2)[..., found.count - slots, None]
-        held = (worth >= limit) & (worth > -np.inf)
-        if future is not None:
-            held = _at_most(held, worth, slots)
+        keep = np.argsort(-worth, axis=2, kind="stable")[..., :slots]  # ties: the lowest ids stay
+        held = np.zeros(shape, bool)
+        np.put_along_axis(held, keep, True, 2)
+        held &= worth > -np.inf
     return hits / (sequences * length * rows.shape[3])
-
-
-def _at_most(held: np.ndarray, worth: np.ndarray, slots: int) -> np.ndarray:
-    """Of experts that are equally far away (never needed again) those with the lowest ids stay."""
-    order = np.argsort(-worth, axis=2, kind="stable")[..., :slots]
-    chosen = np.zeros_like(held)
-    np.put_along_axis(chosen, order, True, 2)
-    return held & chosen
 
 
 def _next_uses(rows: np.ndarray, count: int) -> np.ndarray:
