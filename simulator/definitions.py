@@ -104,6 +104,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "cpu_utilisation": ("share", "busy/wall"),
     "cpu_bubble": ("share", "1 - busy/wall"),
     "link_utilisation": ("share", "busy/wall, host to device"),
+    "back_utilisation": ("share", "busy/wall, device to host: victims copied back"),
     "dram_utilisation": ("share", "time with any flow, over wall"),
     "link_bandwidth_utilisation": ("share", "time that the bytes alone need at the link's rate, over wall: small "
                                             "copies lower it"),

@@ -21,7 +21,7 @@ from .machine import Rates
 from .prefetch_metrics import forecasting, prefetching, traffic
 
 KINDS = tuple(Kind)
-LANES = {"cpu": ("busy",), "link": ("demand", "prefetch"), "dram": ("busy",)}
+LANES = {"cpu": ("busy",), "link": ("demand", "prefetch"), "dram": ("busy",), "back": ("write_back",)}
 Table = dict[str, np.ndarray]
 
 OK, INACTIVE, TOO_FEW, UNROUTED = "ok", "CACHE_INACTIVE", "SLOTS_LT_TOPK", "LAYER_WITHOUT_ROUTING"

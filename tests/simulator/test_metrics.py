@@ -119,8 +119,36 @@ def test_utilisation():
     assert m["gpu_utilisation"] == pytest.approx((564 - 110) / 564)
     assert m["gpu_bubble"] == pytest.approx(110 / 564)
     assert (m["cpu_utilisation"], m["cpu_bubble"]) == (0, 1)
+    assert m["back_utilisation"] == 0
     fixed = measured(three_steps(), replace(TIMES, costs=replace(TIMES.costs, copy_fixed_ns=50, copy_bytes_ns=50)))
     assert fixed["link_bandwidth_utilisation"] == pytest.approx(100 / 564)  # half of the busy time moves no bytes
+
+
+def test_victims_that_go_back_to_the_host_take_time_on_their_own_lane():
+    """2 slots: the second token copies expert 2 in both layers, whose victim, expert 1, goes back in 40 ns."""
+
+    class GoesBack(Lru):
+        write_back = True
+
+    times = replace(TIMES, back_bytes_ns=40)
+    driver = Driver(GoesBack(), setup(2, 4, [2, 2], times.costs))
+    engine = Engine(driver, times)
+    for index, one in enumerate(decode([0, 1], [0, 2], layers=2)):
+        replay_step(engine, index, one)
+    run = Run("back", 4, engine.steps, driver.prefill, driver.decode, engine.layers)
+    m = measure(run, table_of(run.steps), SHAPE, times, load_of(trace(decode([0, 1], [0, 2], layers=2), 4)))
+    assert (m["write_backs"], m["evictions"]) == (2, 2)
+    assert m["write_back_bytes_per_token"] == 1000
+    assert m["wasted_share"] == pytest.approx(2 / (6 + 2))
+    # Only the first of the two ends before the trace does.
+    assert m["back_utilisation"] == pytest.approx(40 / m["decode_wall_ns"])
+
+
+class Lru(Fetch):
+    """As `Fetch`, and what is not needed goes."""
+
+    def victim(self, incoming, candidates, view):
+        return next(iter(candidates), None)
 
 
 def test_speculation():
