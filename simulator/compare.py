@@ -235,7 +235,7 @@ def run_cases(
 
 
 def _each(job: Job, cases: Sequence[Case], jobs: int, progress: Callable[[int], None]) -> Iterator[Outcome]:
-    if jobs <= 1:
+    if min(jobs, len(cases)) <= 1:
         yield from (run_case(job, case, progress) for case in cases)
         return
     context = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks of whatever is loaded

@@ -169,6 +169,7 @@ def test_other_draft_lengths():
     outcomes = run_cases(job, cases_for(["static", "ar-lru"], [6], MODES))
     cases = length_cases(outcomes, [0, 1, 3, 6])
     assert [(c.policy, c.draft_length) for c in cases] == [(p, n) for p in ("static", "ar-lru") for n in (1, 3, 6)]
+    assert run_cases(job, length_cases(outcomes, [0]), jobs=2) == []
     assert [c.policy for c in length_cases(outcomes, [1], find(outcomes, "ar-lru", 6, SD))] == ["ar-lru"]
     cut = run_cases(replace(job, loads=loads_of(job.source, cases)), cases)
     runs = by_length([*outcomes, *cut], "static", 6)
