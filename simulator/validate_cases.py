@@ -21,6 +21,7 @@ from .sizing import FORMATS, KV_FORMATS, Format, find_size
 
 FOLDER = Path(__file__).parent / "validation"
 MODELS, PAGE = "models", "page"
+LIKE = "qwen3-30b-a3b"  # the model whose synthetic routing stands in for others
 WHAT = {
     "speed": "tok/s",
     "hit": "%",
@@ -84,11 +85,12 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """`first` must be predicted to be larger than `second`, as it was measured."""
+    """`first` must be predicted to be larger than `second`, as it was measured; `why` explains a failure."""
 
     first: str
     second: str
     source: str
+    why: str = "not explained"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +139,10 @@ def page() -> dict[str, list[dict[str, str]]]:
 
 
 def fingerprint() -> str:
-    """A hash of everything that states a number here: studies, machine presets, parameters of synthetic routing."""
+    """A hash of all files that state a number here: studies, the presets they start from, the synthetic routing's."""
     digest = hashlib.sha256()
-    for path in (*_files(), *sorted(PRESETS.glob("*.toml")), *sorted(SYNTHETIC.glob("*.json"))):
+    presets = sorted({PRESETS / f"{study.base}.toml" for study in studies()})
+    for path in (*_files(), *presets, SYNTHETIC / f"{LIKE}.json"):
         digest.update(path.name.encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n") + b"\0")
     return digest.hexdigest()[:16]
 

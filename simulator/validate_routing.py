@@ -20,8 +20,8 @@ from ..traces.synth_process import Chain, Process
 from ..traces.views import Steps, View
 from .engine import setup_for
 from .machine import Rates
+from .validate_cases import LIKE
 
-LIKE = "qwen3-30b-a3b"
 OTHERS, EACH = 8, 64  # sequences of other texts, and their tokens, from which popularity is counted
 PROMPT = 256
 

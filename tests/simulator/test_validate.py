@@ -20,10 +20,11 @@ from moe_spac.simulator.cli import app
 from moe_spac.simulator.engine import setup_for
 from moe_spac.simulator.machine import Quantity, load_machine, rates_for
 from moe_spac.simulator.replay import count
-from moe_spac.simulator.validate import Report, Result, _solve, machine_for, predict, shared, validate
+from moe_spac.simulator.validate import Report, Result, _solve, machine_for, validate
 from moe_spac.simulator.validate_cases import Study, fingerprint, shape_of, studies
 from moe_spac.simulator.validate_policies import HalfPinned, MissShare, Split, placed
-from moe_spac.simulator.validate_report import by_study, document
+from moe_spac.simulator.validate_replay import predict, shared
+from moe_spac.simulator.validate_report import by_study, document, misses
 from moe_spac.simulator.validate_routing import Router, decoded, even, synthetic, trace_of
 from moe_spac.simulator.validate_routing import given as routing_of
 from moe_spac.traces.errors import InputError
@@ -121,7 +122,16 @@ def test_the_summary_is_what_the_rows_say(small: Report) -> None:
     assert whole["median_absolute_error"] == pytest.approx(float(np.median(errors)))
     assert abs(whole["worst_error"]) == pytest.approx(max(errors))
     assert whole["within_15_percent"] == sum(e <= 0.15 for e in errors)
+    assert misses(small) == {}
     assert by_study(small) == pytest.approx(median([median(errors[:4]), median(errors[4:])]))
+
+
+def test_hit_rates_are_also_told_by_misses(small: Report) -> None:
+    """90 for 80 % and 55 for 50 %: 10 and 5 points; misses of 10 for 20 and 45 for 50 are 50 and 10 % off."""
+    rows = [replace(small.results[0].row, what="hit", measured=m) for m in (80.0, 50.0)]
+    report = Report(tuple(Result("s", row, p, False) for row, p in zip(rows, (90.0, 55.0), strict=True)), (), ())
+    assert misses(report)["median_points"] == pytest.approx(7.5)
+    assert misses(report)["median_absolute_error_of_misses"] == pytest.approx(0.3)
 
 
 def test_a_row_far_off_fails_and_counts(small: Report) -> None:
