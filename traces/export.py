@@ -148,7 +148,8 @@ def export_npz(trace: Trace, out: Path, progress: Progress) -> int:
     empty |= {name: np.empty(0, "<U7" if name == "kind" else kind.to_pandas_dtype()) for name, kind in PLAIN.items()}
     arrays = {name: np.concatenate(columns.get(name, [empty[name]])) for name in empty}
     with out.open("wb") as file:
-        np.savez_compressed(file, **{HEADER_KEY.decode(): np.array(_text(trace.header))}, **arrays)
+        named: dict[str, Any] = {HEADER_KEY.decode(): np.array(_text(trace.header)), **arrays}
+        np.savez_compressed(file, **named)
     return len(arrays["step"])
 
 

@@ -92,10 +92,9 @@ def _shaped(raw: bytes, around: Mapping[str, Any], where: str, named: ModelShape
     values = np.frombuffer(raw, "<i4")
     counts = dict.fromkeys((len(named.moe_layers), named.layers))
     fitting = [n for n in counts if len(values) % (n * named.top_k) == 0]
-    stated = [around.get(name) for name in ("prompt_tokens", "completion_tokens")]
-    if all(isinstance(n, int) for n in stated):
-        total = sum(stated)  # pyright: ignore[reportArgumentType]
-        fitting = [n for n in fitting if total - len(values) // (n * named.top_k) in (0, 1)]
+    stated = [n for name in ("prompt_tokens", "completion_tokens") if isinstance(n := around.get(name), int)]
+    if len(stated) == 2:
+        fitting = [n for n in fitting if sum(stated) - len(values) // (n * named.top_k) in (0, 1)]
     if len(fitting) != 1:
         raise InputError(
             f"{where}: {len(values)} values are not the choices of {named.top_k} experts in "
