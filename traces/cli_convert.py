@@ -26,7 +26,9 @@ def import_(
     out: Annotated[Path, typer.Option("-o", "--out", help="The trace file to write.")],
     model: Annotated[
         str | None,
-        typer.Option(help="Whose routing it is: a trace, a config.json or its folder, or a Hugging Face name."),
+        typer.Option(
+            help="Whose routing it is: a trace, a name of synth --list, a config.json, or a Hugging Face name."
+        ),
     ] = None,
     experts: Annotated[int | None, typer.Option(min=2, help="Experts a layer.")] = None,
     top_k: Annotated[
