@@ -212,14 +212,14 @@ def _emphasis(task: Problem, found: Sample, emphasis: np.ndarray) -> np.ndarray:
     return emphasis * ratio / np.mean(emphasis * ratio)
 
 
-def save(like: str, process: Process, shape: dict[str, float], rows: Sequence[Row]) -> None:
+def save(like: str, process: Process, shape: dict[str, float], rows: Sequence[Row], rounds: int) -> None:
     """Write synthetic/<like>.json."""
     about = published(like)
     fitted = "the shape of another model" if "shape" in about else f"{len(rows)} published figures"
     content = {
         "model": like,
         "basis": f"fitted to {fitted} and to overlap by layer",
-        "command": f"python -m moe_spac.traces.synth_fit {like}",
+        "command": f"python -m moe_spac.traces.synth_fit {like} --rounds {rounds}",
         "sources": about["sources"],
         "domains": about["domains"],
         "experts": process.experts,
@@ -312,7 +312,7 @@ def fit_or_check(
         return
     for name in like:
         process, shape, rows = fit(name, rounds, lambda text: sys.stderr.write(f"{text}\n"))
-        save(name, process, shape, rows)
+        save(name, process, shape, rows, rounds)
 
 
 def main() -> None:

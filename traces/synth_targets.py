@@ -1,6 +1,6 @@
 """Published statistics of a model (the content of its .toml) beside those of a synthetic process."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -38,11 +38,15 @@ class Row:
         return self.ours / self.target.value - 1
 
 
-def targets(like: str) -> list[Target]:
-    """All published figures of a model; those without a value are measured on the bundled trace it names."""
+def targets(like: str, names: Collection[str] | None = None) -> list[Target]:
+    """The published figures of a model (those of these names, or all); those without a value are measured on the
+    bundled trace that its .toml names.
+    """
     about = published(like)
     found = []
     for entry in about["targets"]:
+        if names is not None and entry["name"] not in names:
+            continue
         value = entry.get("value")
         if value is None:
             value = statistic(entry["name"], bundled(like), about["domains"])
