@@ -27,7 +27,7 @@ def import_(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Whose routing it is: a trace, a name of synth --list, a config.json, or a Hugging Face name."
+            help="Whose routing: a trace, a name of synth --list, a config.json or a Hugging Face name."
         ),
     ] = None,
     experts: Annotated[int | None, typer.Option(min=2, help="Experts a layer.")] = None,

@@ -245,7 +245,7 @@ def test_model_from_a_config_and_its_overrides(tmp_path):
 
 def test_model_by_a_name_that_needs_no_network(tmp_path):
     np.save(tmp_path / "a.npy", routing(2, 48, 8, 128))
-    target = imported(tmp_path / "a.npy", ShapeFlags(model="qwen3-30b-a3b", dtype="bfloat16"))[0].target
+    target = imported(tmp_path / "a.npy", ShapeFlags(model="qwen3-30b-a3b"))[0].target
     assert (target.experts, target.expert_bytes) == (128, 3 * 2048 * 768 * 2)
 
 
