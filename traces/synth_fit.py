@@ -215,10 +215,11 @@ def _emphasis(task: Problem, found: Sample, emphasis: np.ndarray) -> np.ndarray:
 def save(like: str, process: Process, shape: dict[str, float], rows: Sequence[Row], rounds: int) -> None:
     """Write synthetic/<like>.json."""
     about = published(like)
-    fitted = "the shape of another model" if "shape" in about else f"{len(rows)} published figures"
+    fitted = f"fitted to {len(rows)} published figures and to overlap by layer"
+    borrowed = "fitted to the few published figures; how overlap is made up in time is taken from Qwen3-30B-A3B"
     content = {
         "model": like,
-        "basis": f"fitted to {fitted} and to overlap by layer",
+        "basis": borrowed if "shape" in about else fitted,
         "command": f"python -m moe_spac.traces.synth_fit {like} --rounds {rounds}",
         "sources": about["sources"],
         "domains": about["domains"],
