@@ -6,7 +6,7 @@ from typing import Any
 
 from .machine import UNITS
 from .validate import AIM, LIMIT, Report, Result
-from .validate_cases import Study, fingerprint, page
+from .validate_cases import Row, Study, fingerprint, page, shape_of
 
 GROUPS = {
     "all rows": lambda r: True,
@@ -27,8 +27,9 @@ counts as a failure. Names of rows are those under which they were collected.
 
 Tiers are those of the collectors: T1 states hardware, model, setting and a sweep or a hit rate; T2 leaves more to be
 assumed, or is good for order and factor only. Most rows are single runs of other people on builds that cannot be had
-again. Nothing here was measured by us. What a row does not state stands under "assumed", and machine entries without
-a source are those of the preset named. A reason given for a failure was written after it was seen.
+again. Nothing here was measured by us. What a row does not state stands under "assumed", what was replayed stands in
+brackets (a context of 512 tokens where none is stated), and machine entries without a source are those of the preset
+named. A reason given for a failure was written after it was seen.
 
 Routing: "any", the placement takes the same time whatever is routed; "given", the row states the hit rate and routing
 is drawn to have it, so that only time is predicted; "synthetic", hits are predicted too, from made-up routing with
@@ -101,6 +102,11 @@ def _as_dict(r: Result) -> dict[str, Any]:
         "fails": r.fails,
         "tier": row.tier,
         "routing": row.routing,
+        "model": row.model,
+        "policy": row.policy,
+        "slots": row.slots,
+        "bits": list(row.bits),
+        "context": row.context,
         "source": row.source,
         "setup": row.setup,
         "assumed": row.assumed,
@@ -221,7 +227,7 @@ def _study(report: Report, study: Study) -> list[str]:
         [
             [
                 r.row.id,
-                r.row.setup,
+                r.row.setup + _setting(r.row),
                 f"{r.row.measured:.4g}",
                 f"{r.predicted:.4g}",
                 r.row.unit,
@@ -238,6 +244,17 @@ def _study(report: Report, study: Study) -> list[str]:
         if r.row.assumed:
             assumed.setdefault(r.row.assumed, []).append(r.row.id)
     return [*lines, "", *(f"- Assumed ({_ids(ids, len(rows))}): {text}." for text, ids in assumed.items())]
+
+
+def _setting(row: Row) -> str:
+    """What the replay was given: experts on the GPU, bits of a weight, context, and the hit rate if that is given."""
+    if row.what.startswith("shared-") or row.what == "copy":
+        return ""
+    shape, (experts, others) = shape_of(row), row.bits
+    bits = f"{experts:g} bits" if experts == others else f"{experts:g} bits, all but experts {others:g}"
+    place = f"{row.slots / len(shape.moe_layers):.4g} of {shape.experts} experts a layer on the GPU"
+    context = "" if row.what == "hit" else f"; context {row.context}"
+    return f" [{place}; {bits}{context}{f'; hit rate {row.hit:g} %' if row.routing == 'given' else ''}]"
 
 
 def _value(entry: str, value: float) -> str:

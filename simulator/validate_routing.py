@@ -6,7 +6,7 @@ own cache so that it comes out. "synthetic": the process of the synthetic Qwen3-
 layers, experts and top-k; then hits are predicted. "even": evenly drawn where it does matter, which is an assumption.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
@@ -140,7 +140,8 @@ def _draw(driver: Driver, layer: int, router: Router, hit: float, chance: np.ran
     return np.sort(np.concatenate(picks))
 
 
-def _play(driver: Driver, step: Step, choose) -> None:
+def _play(driver: Driver, step: Step, choose: Callable[[int], np.ndarray]) -> None:
+    """One step without a clock; `choose` gives the experts [n, k] of a layer when its turn comes."""
     driver.step_begins(StepInfo(0, step.kind, step.tokens, step.drafted))
     for layer in range(step.experts.shape[1]):
         plan = driver.gate(layer, choose(layer))
