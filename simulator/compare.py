@@ -286,7 +286,7 @@ def _add_gaps(outcomes: Sequence[Outcome]) -> None:
         if best and o.metrics["hit_rate_unique"] is not None:
             o.metrics |= gaps(o.metrics, best.metrics, base.metrics if base else None)
         if o.bound:
-            o.metrics |= time_gap(o.metrics, base.metrics if base else None, o.bound.fluid_ns)
+            o.metrics |= time_gap(o.metrics, base.metrics if base else None, o.bound.layered_ns)
 
 
 def winner(outcomes: Sequence[Outcome], size: int) -> Outcome | None:

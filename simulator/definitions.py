@@ -129,7 +129,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "gap_to_optimum": ("share", "hit_rate_unique of MIN less this; below 0 where prefetching hits more"),
     "gap_closed": ("share", "in misses, (LRU - this) / (LRU - MIN)"),
     "fluid_bound_tokens_per_s": ("tokens/s", "what no lossless policy can exceed here (bounds.py)"),
-    "gap_closed_time": ("share", "in time, (T_LRU - T) / (T_LRU - T_fluid)"),
+    "gap_closed_time": ("share", "in time, (T_LRU - T) / (T_LRU - T_fluid), the fluid bound taken layer by layer"),
     # Evictions, with --regret
     "victim_picks": ("picks", "evictions that a policy chose among several residents"),
     "victim_optimal_share": ("share", "picks among the residents whose next use is farthest, ties included"),

@@ -96,7 +96,7 @@ def speed(outcomes: Sequence[Outcome], layers: int, origin: str) -> Figure:
 
 def _bound(o: Outcome) -> float:
     """Tokens/s that no lossless policy can exceed with these steps and slots; 0 if unknown."""
-    return float((o.bound.tokens_per_s(o.bound.fluid_ns) if o.bound else None) or 0.0)
+    return float((o.bound.tokens_per_s(o.bound.layered_ns) if o.bound else None) or 0.0)
 
 
 def _bounded(outcomes: Sequence[Outcome]) -> bool:

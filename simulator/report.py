@@ -54,8 +54,8 @@ def lines(job: Job, name: str, outcomes: Sequence[Outcome], layers: int) -> list
         )
     if any(o.bound for o in outcomes):
         said.append(
-            "(ref): min knows the future; the fluid bound is what no lossless policy can exceed. closed: the share of "
-            "the misses that MIN saves over ar-lru; in time: of the time that the fluid bound saves"
+            "(ref): min knows the future; the fluid bound, taken layer by layer, is what no lossless policy can exceed. "
+            "closed: the share of the misses that MIN saves over ar-lru; in time: of the time that the fluid bound saves"
         )
     cut = max((o.draft_length for o in outcomes if o.cut), default=0)
     if cut and not job.source.window:

@@ -241,7 +241,7 @@ def run_cell(cell: Cell, load: Load, progress: Callable[[int], None] | None = No
 def _fluid_bound(cell: Cell) -> Row:
     trace = source_of(cell.replay).view(cell.replay.mode)
     rates = rates_for(cell.machine, trace.header.target, trace.header.draft)
-    return {"fluid_bound_ns": bounds(trace, rates, cell.slots).fluid_ns}
+    return {"fluid_bound_ns": bounds(trace, rates, cell.slots).layered_ns}
 
 
 # Finished cells

@@ -119,7 +119,7 @@ def _bound_row(outcomes: Sequence[Outcome], size: int, layers: int, like: Row) -
     found = {o.mode: o.bound for o in outcomes if o.size == size and o.bound}
     if not found:
         return []
-    speeds = {mode: bound.tokens_per_s(bound.fluid_ns) for mode, bound in found.items()}
+    speeds = {mode: bound.tokens_per_s(bound.layered_ns) for mode, bound in found.items()}
     sd, ar = speeds.get(SD), speeds.get(AR)
     return [
         {

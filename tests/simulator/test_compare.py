@@ -112,7 +112,7 @@ def test_nothing_is_faster_than_the_fluid_bound(outcomes):
         assert o.bound is not None
         if o.speed:
             assert o.lossless
-            assert o.metrics["decode_wall_ns"] >= o.bound.fluid_ns
+            assert o.metrics["decode_wall_ns"] >= o.bound.layered_ns
             assert o.metrics["gap_closed_time"] == (0 if o.policy == "ar-lru" else pytest.approx(_closed(outcomes, o)))
 
 
