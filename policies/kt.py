@@ -9,7 +9,7 @@ import numpy as np
 from ..traces.schema import Kind
 from .interface import Candidates, Demand, Key, Scope, Setup, StepInfo, View, Where
 from .parts import Admission, Composed, Dispatcher, FirstIds, Never, OnCpu, Parts, VictimOrder, split
-from .placement import Drawn, Filled, check_source, popular_parts
+from .placement import Drawn, Filled, HighestFirst, check_source, popular_parts
 
 Offload = int | Literal["auto"]
 
@@ -28,7 +28,8 @@ class KtUniform(Composed):
     offload_tokens: Offload = 400
 
     def parts(self, setup: Setup) -> Parts:
-        return Parts(None, Never(), FirstIds(), dispatch=OnCpu(self.offload_tokens))
+        order = HighestFirst(lambda key: (key.expert, key.layer))
+        return Parts(order, Never(), FirstIds(), dispatch=OnCpu(self.offload_tokens))
 
 
 @dataclass
@@ -43,7 +44,7 @@ class KtFront(Composed):
     offload_tokens: Offload = 400
 
     def parts(self, setup: Setup) -> Parts:
-        return Parts(None, Never(), Filled(), dispatch=OnCpu(self.offload_tokens))
+        return Parts(HighestFirst(lambda key: key), Never(), Filled(), dispatch=OnCpu(self.offload_tokens))
 
 
 @dataclass
@@ -59,7 +60,8 @@ class KtRandom(Composed):
     offload_tokens: Offload = 400
 
     def parts(self, setup: Setup) -> Parts:
-        return Parts(None, Never(), Drawn(self.seed), dispatch=OnCpu(self.offload_tokens))
+        drawn = Drawn(self.seed)
+        return Parts(drawn, Never(), drawn, dispatch=OnCpu(self.offload_tokens))
 
 
 @dataclass

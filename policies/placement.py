@@ -1,7 +1,7 @@
 """Where experts start, for policies that move few or none: by rule, by measured counts, by hindsight."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -38,19 +38,31 @@ class Filled(Placement):
         return (Key(*divmod(id_, experts)) for id_ in ids)
 
 
-class Drawn(Placement):
-    """Any experts of any layers, drawn with a seed."""
+class Drawn(Placement, VictimOrder):
+    """Any experts of any layers, drawn with a seed; the last drawn goes first."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
     def setup(self, setup: Setup) -> None:
-        self._setup = setup
+        order = np.random.default_rng(self._seed).permutation(setup.layers * setup.experts)
+        self._drawn = [Key(*divmod(id_, setup.experts)) for id_ in order[: sum(setup.slots)].tolist()]
 
     def keys(self) -> Iterable[Key]:
-        layers, experts = self._setup.layers, self._setup.experts
-        drawn = np.random.default_rng(self._seed).permutation(layers * experts)[: sum(self._setup.slots)]
-        return [Key(*divmod(id_, experts)) for id_ in sorted(drawn.tolist())]
+        return self._drawn
+
+    def first(self, layer: int, candidates: Candidates, view: View) -> Key | None:
+        return next((key for key in reversed(self._drawn) if key in candidates), None)
+
+
+@dataclass
+class HighestFirst(VictimOrder):
+    """The highest `rank` goes first: what a placement by rule would not have with fewer slots from the start."""
+
+    rank: Callable[[Key], tuple[int, int]]
+
+    def first(self, layer: int, candidates: Candidates, view: View) -> Key | None:
+        return max(candidates, key=self.rank, default=None)
 
 
 class Popular(Placement, VictimOrder):

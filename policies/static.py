@@ -51,5 +51,5 @@ class Static(Policy):
         return Where.CPU if tokens < self.offload_tokens else Where.STREAM
 
     def surrender(self, layer: int, candidates: Candidates, view: View) -> Key | None:
-        """From the first layer on the GPU, as with fewer slots from the start."""
-        return next(iter(candidates), None)
+        """As with fewer slots from the start."""
+        return min(candidates, key=lambda key: (key.layer, -key.expert), default=None)

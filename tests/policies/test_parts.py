@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_loop import Host, make_setup, one_by_one, random_routing, sets
 
+from moe_spac.policies.driver import Driver
 from moe_spac.policies.interface import Key, Scope, Setup
 from moe_spac.policies.orders import Lru, Ranked
 from moe_spac.policies.parts import (
@@ -120,6 +121,28 @@ def test_the_prefetcher_that_asked_is_asked_about_the_victim():
 
     assert sorted(played(how(True), sets([3, 4]), 2).driver.cache.resident) == [(0, 1), (0, 2)]
     assert sorted(played(how(False), sets([3, 4]), 2).driver.cache.resident) == [(0, 0), (0, 1)]
+
+
+def test_the_prefetcher_that_asked_says_whether_its_copy_goes_on():
+    class Wants(Prefetcher):
+        def next_fetch(self, view):
+            key = Key(0, 2)
+            return None if view.resident(key) or view.in_flight(key) else key
+
+        def keep_fetch(self, key, view) -> bool:
+            return False
+
+    class Keeps(Wants):
+        def keep_fetch(self, key, view):
+            return super(Wants, self).keep_fetch(key, view)
+
+    for wants, goes_on in ((Wants, False), (Keeps, True)):
+        policy = Made(lambda wants=wants: Parts(prefetch=[wants()]))
+        driver = Driver(policy, make_setup(policy, 1, 4, 2))
+        assert driver.next_fetch() == (0, 2)
+        assert driver.keep_fetch(Key(0, 2)) == goes_on
+        driver.cancelled(Key(0, 2), 10)
+        assert driver.next_fetch() == (0, 2)  # it may ask again
 
 
 def test_prefetchers_are_asked_in_turn_and_drafts_controlled():

@@ -41,6 +41,17 @@ def test_uniform_front_and_random():
         assert len(placed(spec, 99)) == 12
 
 
+@pytest.mark.parametrize("spec", ["static", "kt-uniform", "kt-front", "kt-random", "kt-frequency:frequencies={}"])
+@pytest.mark.parametrize("left", [8, 5, 1, 0])
+def test_slots_taken_away_leave_what_fewer_slots_would_have_had(spec, left, tmp_path):
+    counts = np.random.default_rng(0).permutation(12).reshape(3, 4)
+    (tmp_path / "counts.json").write_text(json.dumps(counts.tolist()))
+    spec = spec.format(tmp_path / "counts.json")
+    driver = Driver(load_policy(spec), Setup(3, 4, 2, 1, (9,), COSTS))
+    driver.resize((left,))
+    assert sorted(driver.cache.resident) == placed(spec, left)
+
+
 def test_whole_layers_only():
     assert placed("n-cpu-moe", 9) == [Key(layer, e) for layer in (1, 2) for e in range(4)]
     assert placed("n-cpu-moe:n=2", 9) == [Key(2, e) for e in range(4)]
