@@ -80,11 +80,11 @@ def synthesize(
     Raises InputError for a name, a domain, a dtype, a draft or a number that does not fit.
     """
     about = load(like)
-    settings = _settings(like, tokens, seed, sequences, prefill, draft_length, acceptance)
+    settings = _settings(tokens, seed, sequences, prefill, draft_length, acceptance)
     known = about["domains"]
     chosen = list(domains or known)
     if strange := [d for d in chosen if d not in known]:
-        raise InputError(f"domain {strange[0]}: {like} has {', '.join(known)}")
+        raise InputError(f"--domains {strange[0]}: {like} has {', '.join(known)}")
     places = [known.index(chosen[i % len(chosen)]) for i in range(settings.sequences)]
     names = tuple(
         {"name": f"{known[place]}/{i}", "domain": known[place], "prompt_tokens": prefill}
@@ -173,7 +173,6 @@ def _draft_shape(like: str, draft: str | None) -> DraftShape | None:
 
 
 def _settings(
-    like: str,
     tokens: int,
     seed: int,
     sequences: int | None,

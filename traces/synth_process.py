@@ -27,7 +27,8 @@ STREAMS = ("popularity", "domain", "sequence", "text", "aside", "acceptance")
 class Process:
     """Standard deviations [L] of the parts of the score, and the memory [L] of the drift from token to token.
 
-    `seed` draws popularity and domains: it belongs to the model, not to a trace.
+    The lasting parts (popularity, domain and sequence) together go no higher than `ceiling` [L]; `emphasis` is a factor
+    on them for each domain. `seed` draws popularity and domains: it belongs to the model, not to a trace.
     """
 
     experts: int

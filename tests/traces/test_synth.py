@@ -181,7 +181,7 @@ def test_shapes_follow_from_the_weights():
         ({"acceptance": 0.5}, "go together"),
         ({"draft_length": 4, "acceptance": 1.5}, "from 0 to 1"),
         ({"seed": -1}, "0 or more"),
-        ({"domains": ["poems"]}, "domain poems"),
+        ({"domains": ["poems"]}, "--domains poems"),
         ({"dtype": "int3"}, "--dtype int3"),
         ({"draft_length": 1, "acceptance": 0.5, "draft": "gpt-2"}, "--draft gpt-2"),
     ],
