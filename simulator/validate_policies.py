@@ -10,7 +10,7 @@ from ..policies.interface import Demand, Key, Policy, Setup, View, Where
 from ..policies.orders import Lru
 from ..policies.parts import Composed, Dispatcher, FirstIds, IfBetter, Parts, Placement
 
-PLACEMENTS = ("random", "uniform", "front", "frequency", "prompt")
+PLACEMENTS = ("frequency", "prompt")
 
 
 class Placed(Policy):
@@ -30,26 +30,18 @@ class Placed(Policy):
 
 
 def placed(how: str, slots: int, counts: np.ndarray) -> list[Key]:
-    """The experts that KTransformers' placement strategies choose; the names are theirs.
+    """The most used experts: two ways of KTransformers that the shipped policies know from files and prompts only.
 
-    random: any `slots` of all; uniform: as many in each layer, at random; front: whole layers from the first;
-    frequency: the most used of all by `counts` [L, E] of other texts; prompt ("dynamic"): in each layer the most used
-    by this text's prompt, because they choose anew after a prefill that goes layer by layer.
+    frequency: of all, by `counts` [L, E] of other texts; prompt ("dynamic"): in each layer, by this text's prompt,
+    because they choose anew after a prefill that goes layer by layer.
     """
     layers, experts = counts.shape
-    chance = np.random.default_rng(42)
-    each = [slots // layers + (layer < slots % layers) for layer in range(layers)]
-    if how == "random":
-        chosen = chance.permutation(layers * experts)[:slots]
-    elif how == "front":
-        chosen = np.arange(slots)
-    elif how == "uniform":
-        chosen = np.concatenate([layer * experts + chance.permutation(experts)[:n] for layer, n in enumerate(each)])
-    elif how == "prompt":
+    if how == "frequency":
+        chosen = np.argsort(-counts.reshape(-1), kind="stable")[:slots]
+    else:
+        each = [slots // layers + (layer < slots % layers) for layer in range(layers)]
         order = np.argsort(-counts, axis=1, kind="stable")
         chosen = np.concatenate([layer * experts + order[layer, :n] for layer, n in enumerate(each)])
-    else:
-        chosen = np.argsort(-counts.reshape(-1), kind="stable")[:slots]
     return [Key(*divmod(flat, experts)) for flat in sorted(chosen.tolist())]
 
 

@@ -146,8 +146,7 @@ def _policy(row: Row, router: Router, sequence: int = 0) -> Policy:
 
 
 def _counts(row: Row, router: Router) -> np.ndarray:
-    if row.policy.startswith("frequency"):
-        return popularity(router)
+    """[L, E] uses by which a placement chooses: of other texts, or of the prompt before what is replayed."""
     if row.policy == "prompt":
         return counts_of(router, synthetic(router, PROMPT + row.tokens)[:PROMPT])
-    return np.zeros((router.layers, router.experts))
+    return popularity(router)
