@@ -63,7 +63,7 @@ RANKS = {
 
 @pytest.mark.parametrize("scope", ["layer", "global"])
 @pytest.mark.parametrize("spec", RANKS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5))
 def test_event_atomic_retention_as_defined(spec, scope, seed, slots):
     routing = random_routing(np.random.default_rng(seed), 30, 3, 8, 2)

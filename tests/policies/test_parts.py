@@ -219,7 +219,7 @@ class Fetches(Prefetcher):
         return None if key is None or view.resident(key) or view.in_flight(key) else key
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 4), st.sampled_from(["layer", "global"]), st.booleans())
 def test_orders_name_the_least_of_all_candidates(seed, slots, scope, streamed):
     routing = random_routing(np.random.default_rng(seed), 25, 3, 6, 2)
