@@ -8,7 +8,7 @@ import numpy as np
 
 from ..policies.driver import Driver
 from ..policies.interface import StepInfo
-from ..simulator.engine import StepTime
+from ..simulator.steptimes import StepTime
 from .moe import Call
 from .store import Arena, HostStore
 from .times import StepTimes

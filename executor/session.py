@@ -16,8 +16,9 @@ import torch
 from ..policies.driver import Counters, Driver, PolicyError
 from ..policies.interface import Policy, StepInfo
 from ..simulator.capacity import check_size
-from ..simulator.engine import StepTime, setup_for
+from ..simulator.engine import setup_for
 from ..simulator.machine import Machine, rates_for
+from ..simulator.steptimes import StepTime
 from ..traces.errors import InputError
 from ..traces.prompts import Prompt, encode
 from ..traces.recorder import gate_choice, make_header

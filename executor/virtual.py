@@ -10,8 +10,9 @@ import numpy as np
 
 from ..policies.driver import Driver, Plan
 from ..policies.interface import Key, StepInfo
-from ..simulator.engine import Engine, StepTime
+from ..simulator.engine import Engine
 from ..simulator.machine import Rates
+from ..simulator.steptimes import StepLog
 from ..traces.schema import Kind
 from .host import Routed, fill_placement
 from .moe import Call
@@ -32,7 +33,7 @@ class VirtualHost:
         fill_placement(driver, store, arena)
 
     @property
-    def times(self) -> list[StepTime]:
+    def times(self) -> StepLog:
         return self.engine.steps
 
     def draft_length(self, planned: int) -> int:

@@ -22,10 +22,11 @@ from .bounds import Bounds, bounds
 from .capacity import slots_for_context
 from .engine import Run, future_of
 from .machine import Machine, rates_for
-from .metrics import OK, Limited, Load, Metrics, Table, gaps, load_of, measure, status_of, table_of, time_gap
+from .metrics import OK, Limited, Load, Metrics, gaps, load_of, measure, status_of, time_gap
 from .prefetch_metrics import Layers, layer_spread
 from .regret import watch
 from .run import simulate
+from .steptimes import Table
 from .verdict import Verdict, judge
 
 SD, AR = "sd", "ar"
@@ -210,7 +211,7 @@ def run_case(job: Job, case: Case, progress: Callable[[int], None] | None = None
 def _measure(outcome: Outcome, run: Run, trace: Steps, load: Load, machine: Machine, channels: frozenset[str]) -> None:
     shape = trace.header.target
     rates = rates_for(machine, shape, trace.header.draft)
-    outcome.steps, outcome.layers = table_of(run.steps), run.layers
+    outcome.steps, outcome.layers = run.steps.table(), run.layers
     outcome.metrics = measure(run, outcome.steps, shape, rates, load, channels)
     outcome.metrics |= layer_spread(run.layers, run.decode.assignments // len(shape.moe_layers))
 

@@ -27,29 +27,9 @@ from ..policies.interface import Forecast, Key, LayerReport, Policy, Setup, Step
 from ..traces.schema import Kind, ModelShape, Step
 from .lanes import Copy, CopyPrice, Dram, Link, Meter
 from .machine import Rates
+from .steptimes import GPU_LABELS, StepLog
 
-# What the GPU's time goes to. Everything but the first four is waiting or overhead.
-GPU_LABELS: tuple[str, ...] = ("dense", "expert", "draft", "step", "wait_copy", "wait_cpu", "hybrid", "policy")
 LAYER_COLUMNS = ("needed", "hits", "copies", "cpu", "joins", "wall_ns", "wait_copy_ns", "wait_cpu_ns")
-
-
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    """One step: where each of its nanoseconds went. On every resource the values and idle add up to `wall_ns`.
-
-    `back` is the link's other direction, for victims that are copied to the host.
-    """
-
-    kind: Kind
-    tokens: int
-    drafted: int
-    emitted: int
-    wall_ns: int
-    gpu: dict[str, int]
-    cpu: dict[str, int]
-    link: dict[str, int]
-    dram: dict[str, int]
-    back: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -62,7 +42,7 @@ class Run:
 
     policy: str
     slots: int
-    steps: list[StepTime] = field(default_factory=list)
+    steps: StepLog = field(default_factory=StepLog)
     prefill: Counters = field(default_factory=Counters)
     decode: Counters = field(default_factory=Counters)
     layers: dict[str, np.ndarray] = field(default_factory=dict)
@@ -98,7 +78,7 @@ class Engine:
         self.env = simpy.Environment()
         self.dram = Dram(self.env, rates.dram_bytes_per_s)
         self.link = _link(self.env, self.dram, driver, rates, self._landed)
-        self.steps: list[StepTime] = []
+        self.steps = StepLog()
         self._dense_only = dense_only_layers
         self._on_land, self._on_serve, self._slots_at, self._exact = on_land, on_serve, slots_at, exact
         self._gpu_ns, self._cpu_ns = _PerLoad(rates.costs.gpu_ns), _PerLoad(rates.costs.cpu_ns)
@@ -159,20 +139,8 @@ class Engine:
         after = [meter.read(self.now) for meter in meters]
         cpu, link, dram, back = (_difference(a, b) for a, b in zip(after, self._before, strict=True))
         info = self._info
-        self.steps.append(
-            StepTime(
-                kind=info.kind,
-                tokens=len(info.tokens),
-                drafted=int(info.drafted.sum()),
-                emitted=emitted,
-                wall_ns=self.now - self._begin,
-                gpu={label: ns for label, ns in self._gpu.items() if ns},
-                cpu=cpu,
-                link=link,
-                dram=dram,
-                back=back,
-            )
-        )
+        counts = len(info.tokens), int(info.drafted.sum()), emitted, self.now - self._begin
+        self.steps.add(info.kind, counts, {"gpu": self._gpu, "cpu": cpu, "link": link, "dram": dram, "back": back})
         self._gpu, self._before, self._begin = dict.fromkeys(GPU_LABELS, 0), after, self.now
 
     def _serve(self, plan: Plan) -> None:

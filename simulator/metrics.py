@@ -5,7 +5,7 @@ averaged rates; a number that has no meaning in a run (acceptance without a draf
 the unit and the meaning of each.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -16,13 +16,10 @@ from ..policies.driver import Counters
 from ..traces.schema import Header, Kind, ModelShape, Step
 from ..traces.views import Steps
 from .definitions import Metrics, per
-from .engine import GPU_LABELS, Run, StepTime
+from .engine import Run
 from .machine import Rates
 from .prefetch_metrics import forecasting, prefetching, traffic
-
-KINDS = tuple(Kind)
-LANES = {"cpu": ("busy",), "link": ("demand", "prefetch"), "dram": ("busy",), "back": ("write_back",)}
-Table = dict[str, np.ndarray]
+from .steptimes import GPU_LABELS, KINDS, LANES, Table
 
 OK, INACTIVE, TOO_FEW, UNROUTED = "ok", "CACHE_INACTIVE", "SLOTS_LT_TOPK", "LAYER_WITHOUT_ROUTING"
 
@@ -100,27 +97,6 @@ def _chosen(ids: np.ndarray, experts: int) -> np.ndarray:
     chosen = np.zeros((ids.shape[1], experts), bool)
     chosen[np.arange(ids.shape[1])[:, None], ids] = True
     return chosen
-
-
-def table_of(steps: Sequence[StepTime]) -> Table:
-    """One int64 column for every time and count of a step; `kind` counts in `KINDS`."""
-    table = {
-        "kind": _column(KINDS.index(s.kind) for s in steps),
-        "tokens": _column(s.tokens for s in steps),
-        "drafted": _column(s.drafted for s in steps),
-        "emitted": _column(s.emitted for s in steps),
-        "wall_ns": _column(s.wall_ns for s in steps),
-    }
-    for label in GPU_LABELS:
-        table[f"gpu_{label}_ns"] = _column(s.gpu.get(label, 0) for s in steps)
-    for lane, labels in LANES.items():
-        for label in labels:
-            table[f"{lane}_{label}_ns"] = _column(getattr(s, lane).get(label, 0) for s in steps)
-    return table
-
-
-def _column(values: Iterable[int]) -> np.ndarray:
-    return np.fromiter(values, np.int64)
 
 
 def check_times(table: Table) -> None:

@@ -17,8 +17,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from .compare import AR, OPTIMUM, SD, Outcome, by_length
-from .engine import GPU_LABELS
 from .metrics import OK
+from .steptimes import GPU_LABELS
 from .tables import names_of, sizes_of
 
 # Colours from Okabe and Ito's palette, which colour-blind readers can tell apart.

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from ..policies.demand import Needed, needed_by_layer
 from ..policies.driver import Driver
 from ..policies.future import Future
 from ..policies.interface import Key, LayerReport, Policy, Setup, StepInfo
@@ -26,13 +27,13 @@ def count(steps: Iterable[Step], policy: Policy, setup: Setup) -> Driver:
     driver = Driver(policy, setup, future)
     for index, step in enumerate(steps):
         driver.step_begins(step_info(index, step))
-        for layer in range(setup.layers):
+        for layer, needed in enumerate(needed_by_layer(step.experts)):
             if step.ahead is not None:
                 for forecast in gate_forecasts(layer, step.ahead[:, layer], setup.layers):
                     driver.forecast(forecast)
             weights = None if step.weights is None else step.weights[:, layer]
             scores = None if step.scores is None else step.scores[:, layer]
-            _layer(driver, layer, step.experts[:, layer], weights, scores)
+            _layer(driver, layer, step.experts[:, layer], weights, scores, needed)
         driver.step_ends(step.accepted, step.kept)
     return driver
 
@@ -55,8 +56,15 @@ def count_sequential(steps: Iterable[Step], policy: Policy, setup: Setup) -> Dri
     return driver
 
 
-def _layer(driver: Driver, layer: int, ids: np.ndarray, *router: np.ndarray | None) -> None:
-    plan = driver.gate(layer, ids, *router)
+def _layer(
+    driver: Driver,
+    layer: int,
+    ids: np.ndarray,
+    weights: np.ndarray | None = None,
+    scores: np.ndarray | None = None,
+    needed: Needed | None = None,
+) -> None:
+    plan = driver.gate(layer, ids, weights, scores, needed)
     for expert in plan.copies:
         driver.landed(Key(layer, expert), 0)
     driver.layer_ends(LayerReport(layer, 0, 0, 0, 0, 0))

@@ -17,8 +17,9 @@ from ..traces.console import say, show_table, warn
 from ..traces.errors import InputError
 from ..traces.schema import Header, Provenance
 from .compare import AR, SD, Job, Outcome, verdicts, winner
-from .metrics import BOTTLENECKS, INACTIVE, KINDS, OK, TOO_FEW, UNROUTED
+from .metrics import BOTTLENECKS, INACTIVE, OK, TOO_FEW, UNROUTED
 from .prefetch_metrics import layer_rows
+from .steptimes import KINDS
 from .tables import fitted, length_rows, more_rows, share_of, sizes_of, table_rows
 
 MODES = {SD: "speculative", AR: "plain"}
@@ -54,8 +55,8 @@ def lines(job: Job, name: str, outcomes: Sequence[Outcome], layers: int) -> list
         )
     if any(o.bound for o in outcomes):
         said.append(
-            "(ref): min knows the future; the fluid bound, taken layer by layer, is what no lossless policy can exceed. "
-            "closed: the share of the misses that MIN saves over ar-lru; in time: of the time that the fluid bound saves"
+            "(ref): min knows the future; the fluid bound, layer by layer, is what no lossless policy can exceed. "
+            "closed: the share of the misses that MIN saves over ar-lru; in time: of the time that the bound saves"
         )
     cut = max((o.draft_length for o in outcomes if o.cut), default=0)
     if cut and not job.source.window:

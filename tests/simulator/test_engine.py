@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from moe_spac.policies.driver import Driver
 from moe_spac.policies.interface import Key, Policy, Where
-from moe_spac.simulator.engine import GPU_LABELS, Engine, replay_step
+from moe_spac.simulator.engine import Engine, replay_step
+from moe_spac.simulator.steptimes import GPU_LABELS
 
 
 class Fetch(Policy):

@@ -8,9 +8,10 @@ from hand import decode, rates, setup, shape, step, trace
 from moe_spac.policies.driver import Counters, Driver
 from moe_spac.policies.interface import Policy
 from moe_spac.simulator.definitions import METRICS
-from moe_spac.simulator.engine import GPU_LABELS, Engine, Run, replay_step
-from moe_spac.simulator.metrics import Limited, Load, check_times, gaps, load_of, measure, status_of, table_of, time_gap
+from moe_spac.simulator.engine import Engine, Run, replay_step
+from moe_spac.simulator.metrics import Limited, Load, check_times, gaps, load_of, measure, status_of, time_gap
 from moe_spac.simulator.prefetch_metrics import forecasting, layer_rows, layer_spread
+from moe_spac.simulator.steptimes import GPU_LABELS
 from moe_spac.traces.schema import Kind
 
 TIMES = rates(copy=100, gpu=30, dense=10, step_ns=5, policy_ns=1, draft_token_ns=50)
@@ -41,7 +42,7 @@ def play(steps, times=TIMES, slots=4):
 
 def measured(steps, times=TIMES, slots=4):
     run = play(steps, times, slots)
-    return measure(run, table_of(run.steps), SHAPE, times, load_of(trace(steps, 4)))
+    return measure(run, run.steps.table(), SHAPE, times, load_of(trace(steps, 4)))
 
 
 # By hand, in ns. Prompt: 5 fixed, 2 x (10 dense + 1 policy), layer 0 copies 3 experts (waits 100 + 70 + 70, works
@@ -92,7 +93,7 @@ def test_bytes_by_kind():
 def test_bytes_of_the_cpu_of_cancelled_copies_and_of_victims_going_back():
     counts = Counters(fetches=2, streams=1, prefetches=4, cancelled=1, cancelled_bytes=300, cpu=6, write_backs=3)
     run = replace(play(three_steps()), decode=counts)
-    m = measure(run, table_of(run.steps), SHAPE, TIMES, load_of(trace(three_steps(), 4)))
+    m = measure(run, run.steps.table(), SHAPE, TIMES, load_of(trace(three_steps(), 4)))
     assert m["h2d_bytes_per_token"] == pytest.approx((2 + 1 + 3) * 1000 / 3 + 100)
     assert m["h2d_prefetch_bytes_per_token"] == pytest.approx(3300 / 3)
     assert m["cpu_bytes_per_token"] == pytest.approx(2000)
@@ -136,7 +137,7 @@ def test_victims_that_go_back_to_the_host_take_time_on_their_own_lane():
     for index, one in enumerate(decode([0, 1], [0, 2], layers=2)):
         replay_step(engine, index, one)
     run = Run("back", 4, engine.steps, driver.prefill, driver.decode, engine.layers)
-    m = measure(run, table_of(run.steps), SHAPE, times, load_of(trace(decode([0, 1], [0, 2], layers=2), 4)))
+    m = measure(run, run.steps.table(), SHAPE, times, load_of(trace(decode([0, 1], [0, 2], layers=2), 4)))
     assert (m["write_backs"], m["evictions"]) == (2, 2)
     assert m["write_back_bytes_per_token"] == 1000
     assert m["wasted_share"] == pytest.approx(2 / (6 + 2))
@@ -193,7 +194,7 @@ def test_prefetches():
         prefetches_wasted=3, cancelled=1, cancelled_bytes=400, write_backs=2,
     )  # fmt: skip
     run = replace(play(three_steps()), decode=counts, prefill=Counters(prefetches=2))
-    m = measure(run, table_of(run.steps), SHAPE, TIMES, load_of(trace(three_steps(), 4)))
+    m = measure(run, run.steps.table(), SHAPE, TIMES, load_of(trace(three_steps(), 4)))
     assert m["prefetches"] == 12
     assert m["prefetch_precision"] == 0.5
     # 20 needed, 10 there and 2 on the wire leave 8 misses; with the 6 that prefetches served, 14 would have missed.
@@ -222,7 +223,7 @@ def test_forecasts_of_the_next_layer():
     got = forecasting(6, 12, 8)
     assert got == pytest.approx({"forecast_accuracy": 2 / 3, "fetch_rate": 0.5, "good_pred": 1 / 3})
     run = play(three_steps())
-    heard = [measure(run, table_of(run.steps), SHAPE, TIMES, load, channels) for channels in ((), ("next-gate",))]
+    heard = [measure(run, run.steps.table(), SHAPE, TIMES, load, channels) for channels in ((), ("next-gate",))]
     assert [m["forecast_accuracy"] for m in heard] == [None, pytest.approx(2 / 3)]
 
 
@@ -250,7 +251,7 @@ def test_every_number_is_defined():
 
 
 def test_a_nanosecond_that_is_lost_is_noticed():
-    table = table_of(play(three_steps()).steps)
+    table = play(three_steps()).steps.table()
     check_times(table)
     with pytest.raises(AssertionError, match="add up"):
         check_times({**table, "gpu_expert_ns": table["gpu_expert_ns"] + 1})
