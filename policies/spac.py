@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -23,33 +23,42 @@ class Request(NamedTuple):
 
 
 class LevelQueues:
-    """One first-in-first-out queue a utility level; the highest level goes first."""
+    """One first-in-first-out queue a utility level; the highest level goes first.
+
+    What one layer asks for at one time stands in a queue as one entry [layer, run, experts, how many are taken].
+    """
 
     def __init__(self, top: int, experts: int) -> None:
-        self._queues: list[deque[Request]] = [deque() for _ in range(top + 1)]
+        self._queues: list[deque[list[Any]]] = [deque() for _ in range(top + 1)]
         self._experts = experts
-        self._size = 0
 
-    def push(self, request: Request) -> None:
-        self._queues[request.level].append(request)
-        self._size += 1
+    def push(self, layer: int, run: int, experts: Sequence[int], levels: Sequence[int]) -> None:
+        """Wishes of one layer, each with its level."""
+        entries: dict[int, list[int]] = {}
+        for expert, level in zip(experts, levels, strict=True):
+            entries.setdefault(level, []).append(expert)
+        for level, asked in entries.items():
+            self._queues[level].append([layer, run, asked, 0])
 
     def pop(self, lowest: int) -> Request | None:
         """The oldest request of the highest level that has any, down to level `lowest`."""
-        if not self._size:
-            return None
-        for queue in reversed(self._queues[lowest:]):
-            if queue:
-                self._size -= 1
-                return queue.popleft()
+        queues = self._queues
+        for level in range(len(queues) - 1, lowest - 1, -1):
+            if queues[level]:
+                entry = queues[level][0]
+                layer, run, asked, taken = entry
+                if taken + 1 < len(asked):
+                    entry[3] = taken + 1
+                else:
+                    queues[level].popleft()
+                return Request(layer * self._experts + asked[taken], level, run)
         return None
 
     def drop_heads(self, layer: int) -> None:
         """Forget the requests of one layer that are first in their queue: they come too late."""
         for queue in self._queues:
-            while queue and queue[0].id // self._experts == layer:
+            while queue and queue[0][0] == layer:
                 queue.popleft()
-                self._size -= 1
 
 
 class SlotKeys:
@@ -62,53 +71,60 @@ class SlotKeys:
     def __init__(self, layers: int, experts: int, top: int) -> None:
         self.frozen, self._absent = top + 1, top + 2
         self.count = [0] * (top + 2)
-        self._keys = np.full(layers * experts, self._absent, dtype=np.int64)
+        self._keys = np.full(layers * experts, self._absent, dtype=np.int32)
         self._layers = self._keys.reshape(layers, experts)
 
     def resident(self, id_: int) -> bool:
-        return bool(self._keys[id_] != self._absent)
+        return self._keys.item(id_) != self._absent
 
-    def residents(self, layer: int) -> np.ndarray:
-        """[E] bool."""
-        return self._layers[layer] != self._absent
+    def absent(self, layer: int) -> np.ndarray:
+        """[E] bool: not resident."""
+        return self._layers[layer] == self._absent
 
     def coldest(self) -> tuple[int, int]:
         """Lowest (key, id); the key is above `frozen` when nothing is resident."""
         id_ = int(self._keys.argmin())
-        return int(self._keys[id_]), id_
+        return self._keys.item(id_), id_
 
     def add(self, id_: int, key: int) -> None:
         self._keys[id_] = key
         self.count[key] += 1
 
     def remove(self, id_: int) -> None:
-        self.count[self._keys[id_]] -= 1
+        self.count[self._keys.item(id_)] -= 1
         self._keys[id_] = self._absent
 
     def lift(self, id_: int, level: int) -> None:
         """Raise a resident's key to `level`, if it is lower."""
-        if self._keys[id_] < level:
+        if self._keys.item(id_) < level:
             self.remove(id_)
             self.add(id_, level)
 
     def freeze(self, layer: int) -> np.ndarray:
         """Keep a layer's residents from being evicted; returns the layer's keys until now, [E]."""
-        before = self._layers[layer].copy()
-        self._change(layer, np.flatnonzero(before != self._absent), self.frozen)
+        row = self._layers[layer]
+        before = row.copy()
+        there = (before != self._absent).nonzero()[0]
+        self._count(before[there], -1)
+        row[there] = self.frozen
+        self.count[self.frozen] += there.size
         return before
 
     def thaw(self, layer: int, keys: np.ndarray | int) -> None:
         """Give a layer's frozen residents these keys, [E] or one for all."""
-        frozen = np.flatnonzero(self._layers[layer] == self.frozen)
-        self._change(layer, frozen, keys if isinstance(keys, int) else keys[frozen])
-
-    def _change(self, layer: int, experts: np.ndarray, keys: np.ndarray | int) -> None:
         row = self._layers[layer]
-        for key in row[experts].tolist():
-            self.count[key] -= 1
-        row[experts] = keys
-        for key in row[experts].tolist():
-            self.count[key] += 1
+        frozen = (row == self.frozen).nonzero()[0]
+        self.count[self.frozen] -= frozen.size
+        if isinstance(keys, int):
+            row[frozen] = keys
+            self.count[keys] += frozen.size
+        else:
+            thawed = row[frozen] = keys[frozen]
+            self._count(thawed, 1)
+
+    def _count(self, keys: np.ndarray, sign: int) -> None:
+        for key, n in enumerate(np.bincount(keys).tolist()):
+            self.count[key] += sign * n
 
     def colder(self) -> list[int]:
         """How many residents have a key below 0, 1, ..., top + 1."""
@@ -130,6 +146,9 @@ class MoeSpac(Policy):
     Ours: the formulas of `adaptive` and `balance`; `discard_late` (a request whose layer has begun is dropped);
     `scale` (levels and boundary follow the draft length); with `unified`, residents are not queued again. The time of
     a step, which limits the link, is the sum of its layers' reports, so drafting and attention are a reserve.
+    For ablations, in our reading: `estimator=binary` (without the utility estimator: an expert is hot if the last batch
+    used it at all, which is all that plain decoding shows) and `asynchronous=false` (without the engine: hot experts
+    that are absent are copied when their layer needs them, and it waits).
     Batches of `offload_tokens` or more bypass all this, as in llama.cpp: absent experts are streamed, no utility moves.
 
     The signal is the count over a verify batch. On plain decoding the released constants never lift an expert from 0,
@@ -149,6 +168,8 @@ class MoeSpac(Policy):
     balance: bool = True
     discard_late: bool = True
     serial_tiers: bool = False
+    estimator: Literal["utility", "binary"] = "utility"
+    asynchronous: bool = True
     offload_tokens: int = 32
     smoothing: float = 0.1
 
@@ -163,10 +184,13 @@ class MoeSpac(Policy):
     # Told
 
     def setup(self, setup: Setup) -> None:
+        self._binary = self.estimator == "binary"
         top, up, down = scaled_constants(setup.draft_length, self.k) if self.scale else (self.k, self.up, self.down)
+        if self._binary:
+            top = up = down = 1
         layers, experts = setup.layers, setup.experts
-        self._setup, self._top = setup, top
-        smoothing = self.smoothing if self.adaptive else None
+        self._setup = setup
+        smoothing = self.smoothing if self.adaptive and not self._binary else None
         self.utility = UtilityEstimator(layers, experts, top, up, down, smoothing)
         self.keys = SlotKeys(layers, experts, top)
         self._queues = LevelQueues(top, experts)
@@ -179,6 +203,8 @@ class MoeSpac(Policy):
         self._running = -1
         self._bypassed = False
         self._landed: dict[int, int] = {}
+        self._fetched: list[Key] = []
+        self._most = top  # of what an expert's expected load can be
         self._mean_counts = np.zeros((layers, experts))
         self._times = ExpertTimes(setup.costs)
         self._copy_ns = float(setup.costs.copy_ns)
@@ -218,6 +244,10 @@ class MoeSpac(Policy):
         layer = report.layer
         self._this_step_ns += report.wall_ns
         self._running = -1
+        for key in self._fetched:
+            if self._view.resident(key):
+                self.keys.add(layer * self._setup.experts + key.expert, self.keys.frozen)
+                self._taken += 1
         if self._bypassed or not self.unified:
             for id_, level in self._landed.items():
                 self.keys.remove(id_)
@@ -225,38 +255,41 @@ class MoeSpac(Policy):
         if self._bypassed:
             self.keys.thaw(layer, self._before)
             return
-        utility = self.utility.update(layer, self._counts)
+        utility = self.utility.update(layer, np.minimum(self._counts, 1) if self._binary else self._counts)
         self.keys.thaw(layer, utility if self.unified else 0)
+        absent = self.keys.absent(layer)
         if self.balance:
-            self._thresholds[layer] = self._balanced(layer)
-        self._ask_for_hot(layer)
+            self._thresholds[layer] = self._balanced(layer, absent)
+        if self.asynchronous:
+            self._ask_for_hot(layer, absent)
 
-    def _balanced(self, layer: int) -> int:
-        """This layer's threshold for the next step; see `best_threshold`."""
+    def _balanced(self, layer: int, absent: np.ndarray) -> int:
+        """This layer's threshold for the next step; see `best_threshold`. absent: [E] bool."""
         mean = self._mean_counts[layer]
         mean += self.smoothing * (self._counts - mean)
         utility = self.utility.u[layer]
-        gpu_ns, cpu_ns = self._times.of(np.maximum(utility, mean))
+        gpu_ns, cpu_ns = self._times.of(np.maximum(utility, mean), self._most)
         free = self._slots - self._taken
         room = [free + colder for colder in self.keys.colder()]
         # Until a step has been timed the link's share is not known and does not bind.
         budget = self._step_ns / self._setup.layers if self._step_ns else float("inf")
         first = self._setup.costs.cpu_first_ns
-        resident = self.keys.residents(layer)
-        return best_threshold(utility, resident, gpu_ns, cpu_ns, room, self._copy_ns, budget, first)
+        return best_threshold(utility, absent, gpu_ns, cpu_ns, room, self._copy_ns, budget, first)
 
-    def _ask_for_hot(self, layer: int) -> None:
-        """Queue the experts of a layer at or above the threshold, by ascending id.
+    def _hot(self, layer: int) -> np.ndarray:
+        """[E] bool: at or above the layer's threshold; the release wants everything above level 0."""
+        return self.utility.u[layer] >= (self._thresholds[layer] if self.balance else 1)
 
-        The release queues everything above level 0, residents too: that is how these regain their key.
+    def _ask_for_hot(self, layer: int, absent: np.ndarray) -> None:
+        """Queue the hot experts of a layer by ascending id; absent: [E] bool.
+
+        The release queues residents too: that is how these regain their key.
         """
-        utility = self.utility.u[layer]
-        hot = utility >= (self._thresholds[layer] if self.balance else 1)
-        if self.unified:
-            hot &= ~self.keys.residents(layer)
-        base, run = layer * self._setup.experts, self._runs[layer]
-        for expert in np.flatnonzero(hot).tolist():
-            self._queues.push(Request(base + expert, int(utility[expert]), run))
+        hot = self._hot(layer)
+        experts = (hot & absent if self.unified else hot).nonzero()[0]
+        if experts.size:
+            levels = self.utility.u[layer, experts]
+            self._queues.push(layer, self._runs[layer], experts.tolist(), levels.tolist())
 
     # Asked
 
@@ -267,12 +300,25 @@ class MoeSpac(Policy):
         self._landed = {}
         self._runs[layer] += 1
         self._before = self.keys.freeze(layer)
+        self._fetched, self._view = [], view
+        absent = Where.STREAM if self._bypassed or not self._setup.cpu else Where.CPU
+        held = demand.held
         if not self._bypassed:
             self._queues.drop_heads(layer)
-            self._counts = np.zeros(self._setup.experts, dtype=np.int64)
-            self._counts[list(demand.experts)] = demand.loads
-        absent = Where.CPU if self._setup.cpu and not self._bypassed else Where.STREAM
-        return [(e, Where.GPU if view.resident(Key(layer, e)) else absent) for e in demand.experts]
+            self._most = max(self._most, len(demand.ids))
+            self._counts = np.bincount(demand.ids.reshape(-1), minlength=self._setup.experts)
+            if not self.asynchronous:
+                return self._fetching(demand, absent)
+        return [(e, Where.GPU if e in held else absent) for e in demand.experts]
+
+    def _fetching(self, demand: Demand, absent: Where) -> list[tuple[int, Where]]:
+        """Absent experts that are hot are copied now, the hottest first, and all else goes where it would."""
+        utility, hot = self.utility.u[demand.layer], self._hot(demand.layer)
+        wanted = [k for k in demand.keys if hot[k.expert] and k.expert not in demand.held]
+        self._fetched = sorted(wanted, key=lambda k: -utility[k.expert])
+        others = [e for e in demand.experts if e in demand.held or not hot[e]]
+        answer = [(e, Where.GPU if e in demand.held else absent) for e in others]
+        return answer + [(key.expert, Where.FETCH) for key in self._fetched]
 
     def next_fetch(self, view: View) -> Key | None:
         """Requests by level, then age. One that finds no colder victim is held, and those behind it wait too."""

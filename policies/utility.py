@@ -3,31 +3,30 @@
 import numpy as np
 
 
-def transition(utility: np.ndarray, counts: np.ndarray, up: float, down: float, top: int) -> np.ndarray:
+def transition(utility: np.ndarray, d: np.ndarray, up: float, down: float, top: int) -> np.ndarray:
     """Inertial utility transition, at most one level at a time.
 
-    utility: [E] in 0..top; counts: [E] tokens of the batch that chose each expert. With d = counts - utility, a
-    utility rises by 1 if d >= up, falls by 1 if -d >= down (both at least 1), and stays in 0..top. From the released
-    code (77bb9cf, `StateMachine`), where up = 5, down = 1, top = 5.
+    utility: [E] in 0..top; d: [E] tokens of the batch that chose each expert, less its utility. A utility rises by 1
+    if d >= up, falls by 1 if -d >= down (both at least 1), and stays in 0..top. From the released code (77bb9cf,
+    `StateMachine`), where up = 5, down = 1, top = 5.
     """
-    d = counts - utility
-    return np.minimum(utility + (d >= up) - (d <= -down), top)
+    moved = utility + (d >= up)
+    moved -= d <= -down
+    return np.minimum(moved, top, out=moved)
 
 
-def calibrate(
-    utility: np.ndarray, counts: np.ndarray, up: float, down: float, top: int, smoothing: float
-) -> tuple[float, float]:
+def calibrate(d: np.ndarray, up: float, down: float, top: int, smoothing: float) -> tuple[float, float]:
     """Adaptive boundary calibration: the boundaries follow the mean rise and the mean fall of this batch.
 
-    The paper names a moving average and gives no formula; this one is ours. A direction in which nothing deviates
-    leaves its boundary alone. Both stay in 1..top.
+    d: [E] counts - utilities, at least -top. The paper names a moving average and gives no formula; this one is ours.
+    A direction in which nothing deviates leaves its boundary alone. Both stay in 1..top.
     """
-    d = counts - utility
-    rises, falls = d[d > 0], d[d < 0]
-    if rises.size:
-        up += smoothing * (int(rises.sum()) / rises.size - up)
-    if falls.size:
-        down += smoothing * (-int(falls.sum()) / falls.size - down)
+    spread = np.bincount(d + top).tolist()  # how often each deviation -top, -top + 1, ... occurs
+    falls, rises = spread[:top], spread[top + 1 :]
+    if risen := sum(rises):
+        up += smoothing * (sum(d * n for d, n in enumerate(rises, 1)) / risen - up)
+    if fallen := sum(falls):
+        down += smoothing * (sum((top - i) * n for i, n in enumerate(falls)) / fallen - down)
     return min(max(up, 1.0), float(top)), min(max(down, 1.0), float(top))
 
 
@@ -53,8 +52,9 @@ class UtilityEstimator:
         """Move the utilities of one layer by the present boundaries, then the boundaries. Returns the new u[layer]."""
         up, down = self.boundaries[layer]
         before = self.u[layer]
-        after = transition(before, counts, up, down, self._top)
+        d = counts - before
+        after = transition(before, d, up, down, self._top)
         if self._smoothing is not None:
-            self.boundaries[layer] = calibrate(before, counts, up, down, self._top, self._smoothing)
+            self.boundaries[layer] = calibrate(d, up, down, self._top, self._smoothing)
         self.u[layer] = after
         return after

@@ -252,13 +252,13 @@ def balancer_us(trace: Held, machine: Machine, sizes: Sizes) -> float:
     experts = trace.header.target.experts
     rng = np.random.default_rng(0)
     utilities = [np.minimum(rng.poisson(1.0, experts), 8) for _ in range(500)]
-    resident = rng.random(experts) < 0.25
+    absent = rng.random(experts) >= 0.25
     gpu_ns, cpu_ns = (np.full(experts, float(ns)) for ns in (rates.costs.gpu_ns(2), rates.costs.cpu_ns(2)))
     budget = 20.0 * rates.costs.copy_ns
 
     def balance() -> None:
         for utility in utilities:
-            best_threshold(utility, resident, gpu_ns, cpu_ns, [SLOTS] * 10, rates.costs.copy_ns, budget)
+            best_threshold(utility, absent, gpu_ns, cpu_ns, [SLOTS] * 10, rates.costs.copy_ns, budget)
 
     return cpu_seconds(sizes.repeats, balance)[0][0] * 1e6 / len(utilities)
 

@@ -8,7 +8,7 @@ from moe_spac.policies.balancer import ExpertTimes, best_threshold
 from moe_spac.policies.interface import Costs
 
 
-def threshold_by_integer_program(utility, resident, gpu_ns, cpu_ns, room, copy_ns, budget_ns, cpu_first_ns):
+def threshold_by_integer_program(utility, absent, gpu_ns, cpu_ns, room, copy_ns, budget_ns, cpu_first_ns):
     """x[e]: on the GPU; y[tau]: the threshold is tau. Times are whole, so one objective also breaks ties upwards."""
     top, experts = len(room) - 2, range(len(utility))
     program = pulp.LpProblem("balance", pulp.LpMinimize)
@@ -28,7 +28,7 @@ def threshold_by_integer_program(utility, resident, gpu_ns, cpu_ns, room, copy_n
     t_cpu = pulp.lpSum(int(cpu_ns[e]) * (1 - x[e]) for e in experts) + cpu_first_ns * any_cpu
     program += gap >= t_cpu - t_gpu
     program += gap >= t_gpu - t_cpu
-    copies = pulp.lpSum(x[e] for e in experts if not resident[e])
+    copies = pulp.lpSum(x[e] for e in experts if absent[e])
     program += copy_ns * copies <= budget_ns
     program += copies <= pulp.lpSum(room[tau] * y[tau] for tau in y)
     assert program.solve(pulp.PULP_CBC_CMD(msg=False)) == pulp.LpStatusOptimal
@@ -72,21 +72,21 @@ NO_LIMIT = [9, 9, 9, 9]
     ],
 )
 def test_by_hand(budget, room, tau):
-    utility, nobody = np.array([2, 2, 1, 0]), np.zeros(4, bool)
+    utility, everybody = np.array([2, 2, 1, 0]), np.ones(4, bool)
     gpu, cpu = np.full(4, 2), np.full(4, 3)
-    assert best_threshold(utility, nobody, gpu, cpu, room, 5, budget) == tau
+    assert best_threshold(utility, everybody, gpu, cpu, room, 5, budget) == tau
 
 
 def test_ties_copy_less():
     # Nothing has work: all thresholds balance.
     nothing = np.zeros(3, int)
-    assert best_threshold(np.array([1, 2, 2]), np.zeros(3, bool), nothing, nothing, NO_LIMIT, 1, 100) == 3
+    assert best_threshold(np.array([1, 2, 2]), np.ones(3, bool), nothing, nothing, NO_LIMIT, 1, 100) == 3
 
 
 def test_times_follow_the_costs():
     costs = Costs(8, 2, 1.0, 0, 10, 30, 20.0, 0, 0, 0)
     times = ExpertTimes(costs)
     for loads, tokens in (([0.0, 0.4, 1.2], [0, 0, 1]), ([4.6, 40.0, 2.0], [5, 40, 2])):
-        gpu, cpu = times.of(np.array(loads))
+        gpu, cpu = times.of(np.array(loads), max(tokens))
         assert gpu.tolist() == [costs.gpu_ns(n) if n else 0 for n in tokens]
         assert cpu.tolist() == [costs.cpu_ns(n) if n else 0 for n in tokens]

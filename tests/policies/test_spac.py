@@ -31,7 +31,7 @@ from moe_spac.traces.schema import Kind
 def test_released_transition(start, counts, utilities):
     u, seen = np.array([start]), []
     for f in counts:
-        u = transition(u, np.array([f]), 5, 1, 5)
+        u = transition(u, np.array([f]) - u, 5, 1, 5)
         seen.append(int(u[0]))
     assert seen == utilities
 
@@ -74,10 +74,13 @@ def test_keys_are_counted_through_all_changes():
 
 def test_queues_serve_the_highest_level_in_order_of_age():
     queues = LevelQueues(5, 10)
-    for id_, level in ((10, 1), (11, 3), (20, 3), (12, 1)):
-        queues.push(Request(id_, level, 0))
-    queues.drop_heads(1)  # 10 and 11 are first in theirs, and so is 12 then
-    assert queues.pop(1) == (20, 3, 0)
+    queues.push(1, 0, [0, 1, 2], [1, 3, 1])
+    queues.push(2, 7, [0, 1, 2], [3, 1, 3])
+    queues.push(1, 1, [3], [3])
+    queues.drop_heads(1)  # 10, 11 and 12 are first in theirs, 13 is behind those of layer 2
+    popped = [queues.pop(2) for _ in range(4)]
+    assert popped == [Request(20, 3, 7), Request(22, 3, 7), Request(13, 3, 1), None]
+    assert queues.pop(1) == (21, 1, 7)
     assert queues.pop(1) is None
 
 
@@ -88,10 +91,11 @@ def test_constants_scale_with_the_draft(draft, constants):
 
 def test_boundaries_follow_the_mean_deviation():
     # Rises 3 and 1 (mean 2), falls 2 (mean 2).
-    up, down = calibrate(np.array([0, 1, 2, 1]), np.array([3, 2, 0, 1]), 5.0, 1.0, 5, 0.1)
+    up, down = calibrate(np.array([3, 1, -2, 0]), 5.0, 1.0, 5, 0.1)
     assert (up, down) == (pytest.approx(4.7), pytest.approx(1.1))
-    assert calibrate(np.array([1]), np.array([1]), 5.0, 1.0, 5, 0.1) == (5.0, 1.0)
-    assert calibrate(np.array([0]), np.array([99]), 5.0, 1.0, 5, 1.0) == (5.0, 1.0)
+    assert calibrate(np.array([0]), 5.0, 1.0, 5, 0.1) == (5.0, 1.0)
+    assert calibrate(np.array([99]), 5.0, 1.0, 5, 1.0) == (5.0, 1.0)
+    assert calibrate(np.array([-5, -5]), 5.0, 1.0, 5, 0.5) == (5.0, 3.0)
 
 
 def test_four_tokens_never_heat_anything():
