@@ -5,8 +5,9 @@ A profile is a TOML file. Every entry is a quantity with a unit, a basis (`measu
     [link]
     bandwidth = { value = "25 GB/s", basis = "measured", source = "nvbandwidth#15" }
 
-Assumptions: batch 1; one GPU; the achieved (not the theoretical) rates stand in the profile; a forward pass reads
-every dense weight once and the keys and values of its context once; the layers are alike.
+`host.bandwidth` is what CPU and copies reach together, which is less than a stream benchmark (0.875 of it on four
+measured hosts). Assumptions: batch 1; one GPU; the achieved (not the theoretical) rates stand in the profile; a
+forward pass reads every dense weight once and the keys and values of its context once; the layers are alike.
 """
 
 import json

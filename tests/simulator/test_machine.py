@@ -108,14 +108,14 @@ def test_a_profile_can_be_a_file(tmp_path):
 
 
 def test_rates_of_a_model_by_hand():
-    # One expert of 3 x 2048 x 768 bf16 weights: 9,437,184 bytes; at 25 GB/s 377,487 ns, at 920 GB/s 10,258 ns.
+    # One expert of 3 x 2048 x 768 bf16 weights: 9,437,184 bytes; at 25 GB/s 377,487 ns, at 635 GB/s 14,862 ns.
     shape = ModelShape("m", 4, (0, 1, 2, 3), 128, 8, 2048, 768, "bfloat16", 9_437_184, 400_000_000, 8_000)
     rates = rates_for(load_machine("rtx4090-pcie4"), shape, DraftShape("d", 2, 92_000_000, 4_000))
     assert (rates.costs.copy_fixed_ns, rates.costs.copy_bytes_ns) == (8_000, 377_487)
-    assert rates.costs.gpu_memory_ns == 10_258
+    assert rates.costs.gpu_memory_ns == 14_862
     assert rates.costs.cpu_memory_ns == 188_744  # 50 GB/s
     assert rates.costs.gpu_token_ns == pytest.approx(9_437_184 * 1e9 / 80e12)  # 2 FLOP a weight
-    # A layer: 9 kernels of 4.9 us, 100 MB at 920 GB/s, 2,000 bytes of keys and values for each token of context.
-    assert rates.dense_ns(tokens=1, context=999) == 44_100 + 108_696 + round(1000 * 2_000 / 920e9 * 1e9)
-    # The draft: 150 us, two layers of 9 kernels, 92 MB at 920 GB/s.
-    assert rates.draft_token_ns == 150_000 + 88_200 + 100_000
+    # A layer: 9 kernels of 4.9 us, 100 MB at 635 GB/s, 2,000 bytes of keys and values for each token of context.
+    assert rates.dense_ns(tokens=1, context=999) == 44_100 + 157_480 + 3_150
+    # The draft: 150 us, two layers of 9 kernels, 92 MB at 635 GB/s.
+    assert rates.draft_token_ns == 150_000 + 88_200 + 144_882

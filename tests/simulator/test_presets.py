@@ -31,8 +31,8 @@ def test_every_card_has_a_preset_of_its_size_and_speed(card):
         m = load_machine(name)
         assert m.name == name
         assert m["gpu.vram"] / 2**30 == pytest.approx(vram, rel=0.01)
-        assert 0.85 < m["gpu.bandwidth"] / 1e9 / bandwidth < 0.95  # achieved, never what the box says
-        assert m["cpu.bandwidth"] < m["host.bandwidth"]  # so is the CPU's share of its memory's stream
+        assert m["gpu.bandwidth"] / 1e9 / bandwidth == pytest.approx(0.63, abs=0.005)  # what decoding reaches
+        assert m["cpu.bandwidth"] <= m["host.bandwidth"]  # alone it reaches less than with copies beside it
 
 
 @pytest.mark.parametrize("name", machine_names())
@@ -99,7 +99,7 @@ def test_a_card_nobody_measured_o29():
     for entry, low, high in (
         ("gpu.bandwidth", 504e9 * 0.63, 504e9 * 0.91),
         ("link.bandwidth", 16 * 1.969e9 * 0.75, 16 * 1.969e9 * 0.85),
-        ("host.bandwidth", 83.2e9 * 0.64, 83.2e9 * 0.9),
+        ("host.bandwidth", 83.2e9 * 0.64 * 0.81, 83.2e9 * 0.9 * 0.95),
         ("cpu.bandwidth", 83.2e9 * 0.64 * 0.75, 83.2e9 * 0.9 * 0.85),
     ):
         assert (basis[entry]["low"], basis[entry]["high"]) == (pytest.approx(low), pytest.approx(high))
@@ -135,7 +135,7 @@ def test_a_preset_takes_another_host():
     profile = adapted(m, Box(None, None, None, "96 GB/s"))
     assert profile.calibrated
     assert profile.machine["gpu.bandwidth"] == m["gpu.bandwidth"]
-    assert profile.machine["host.bandwidth"] == pytest.approx(72e9)
+    assert profile.machine["host.bandwidth"] == pytest.approx(0.875 * 72e9)
     assert profile.machine.quantities["host.bandwidth"].basis == "assumed"
     assert "host.bandwidth" in profile.spread
     assert "link.bandwidth" not in profile.spread
