@@ -88,7 +88,8 @@ class Setup:
     seed: int = 0
 
 
-class StepInfo(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StepInfo:
     """A forward pass begins. `tokens` are the ids fed in; `drafted` marks those that a draft proposed."""
 
     index: int
@@ -171,7 +172,7 @@ class Policy:
     """Base class. Told methods default to nothing; `dispatch` defaults to "residents on the GPU, misses fetched"."""
 
     name: ClassVar[str]
-    channels: ClassVar[frozenset[str]] = frozenset()  # forecasts it may receive; all others are closed to it
+    channels: frozenset[str] = frozenset()  # forecasts it may receive; all others are closed to it
     clairvoyant: ClassVar[bool] = False  # gets the future through `reveal`; refused by live hosts
     lossless: ClassVar[bool] = True
     serial_tiers: bool = False  # CPU experts finish before GPU experts start, as in some releases

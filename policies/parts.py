@@ -231,7 +231,7 @@ class Composed(Policy):
     def setup(self, setup: Setup) -> None:
         self._parts = parts = self.parts(setup)
         each = parts.each()
-        self.channels = frozenset[str]().union(*(part.channels for part in each))  # type: ignore[misc]
+        self.channels = frozenset[str]().union(*(part.channels for part in each))
         self._tell = {event: _listeners(each, event) for event in TOLD}
         self._used = self._tell["used"]
         self._selective = _overrides(parts.admission, Admission, "admits")
