@@ -19,6 +19,7 @@ from .interface import Demand, Forecast, Key, LayerReport, Policy, Setup, StepIn
 from .residency import Evictable, Residency
 
 T = TypeVar("T")
+GPU, FETCH, CPU = Where.GPU, Where.FETCH, Where.CPU  # looking up a member costs ten times a name
 NOTHING: frozenset[Any] = frozenset()
 
 
@@ -277,13 +278,14 @@ class Driver:
         if told.keys() != load.keys():
             self._complete(demand, told)
         held, flying, keys = demand.held, self.cache.flying, self._keys[demand.layer]
-        gpu, copies, fetched, joins, cpu = [], [], [], [], []
-        for expert, where in told.items():
-            if where is Where.GPU:
-                if expert not in held:
-                    self._fail(f"called expert {expert} resident, and it is not")
-                gpu.append(expert)
-            elif where is Where.CPU:
+        gpu = [e for e, where in told.items() if where is GPU]
+        if not held.issuperset(gpu):
+            self._fail(f"called expert {next(e for e in gpu if e not in held)} resident, and it is not")
+        copies, fetched, joins, cpu = [], [], [], []
+        for expert, where in told.items() if len(gpu) < len(told) else ():
+            if where is GPU:
+                continue
+            if where is CPU:
                 cpu.append(expert)
             elif expert in held:
                 self._fail(f"asked to {where} expert {expert}, which is resident")
@@ -291,7 +293,7 @@ class Driver:
                 joins.append(expert)
             else:
                 copies.append(expert)
-                if where is Where.FETCH:
+                if where is FETCH:
                     fetched.append(expert)
         kept = NOTHING
         if copies:

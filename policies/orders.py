@@ -9,6 +9,9 @@ from .interface import Candidates, Demand, Key, Setup, View, Where
 from .parts import Dispatcher, VictimOrder, split
 
 
+FETCH = Where.FETCH
+
+
 class Lru(VictimOrder):
     """Least recently used first. A whole demand counts as used at once; a prefetched expert as used when it lands."""
 
@@ -44,7 +47,7 @@ class Lru(VictimOrder):
         for key in demand.keys:
             uses[key] = event
             move(key)
-        return split(demand, Where.FETCH)
+        return split(demand, FETCH)
 
     def older(self, incoming: Key, candidates: Candidates) -> Key | None:
         """The oldest candidate if `incoming` was used after it: `first` and `better` together. It is then evicted."""

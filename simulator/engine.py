@@ -99,7 +99,7 @@ class Engine:
 
     def step_begins(self, step: StepInfo, context: int) -> None:
         """A forward pass of the target starts, `context` tokens being in its cache already."""
-        self._info, self._context = step, context
+        self._info, self._decoding = step, step.kind is not Kind.PREFILL
         self._set_clock()
         if self._slots_at:
             self.driver.resize(self._slots_at(context + len(step.tokens)))
@@ -120,14 +120,17 @@ class Engine:
     ) -> Plan:
         """One MoE layer from its attention to its merged output. ids: [n, k]; ahead: [n, J, k]; `needed`: see
         `Driver.gate`."""
-        self._spend(self._dense, "dense")
+        dense, policy = self._dense, self.rates.policy_ns
+        self.now += dense
+        self._gpu["dense"] += dense
         if self.driver.prefetches:
             self._catch_up()
         if ahead is not None and "next-gate" in self.driver.policy.channels:
             for forecast in gate_forecasts(layer, ahead, self.driver.setup.layers):
                 self.driver.forecast(forecast)
         plan = self.driver.gate(layer, ids, weights, scores, needed)
-        self._spend(self.rates.policy_ns, "policy")
+        self.now += policy
+        self._gpu["policy"] += policy
         self._serve(plan)
         return plan
 
@@ -171,7 +174,7 @@ class Engine:
         driver.layer_ends(report)
         if driver.prefetches:
             self._look_for_work()
-        if self._info.kind is not Kind.PREFILL:
+        if self._decoding:
             row = self._rows[layer]
             row[0] += len(plan.load)
             row[1] += len(plan.demand.held)
