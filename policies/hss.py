@@ -5,8 +5,7 @@ positions: 0..R-1 name residents, R..R+M-1 the missing ones in the order given.
 """
 
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .interface import Costs
@@ -25,7 +24,7 @@ RELEASE_COSTS = Costs(
     copy_bytes_ns=417_910,
 )
 
-NEVER = float("inf")
+REMEMBERED = 1 << 14  # plans at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,99 +40,115 @@ class Schedule:
     makespan_ns: int
 
 
-class _Lanes:
-    """Three clocks and two queues while a layer is being planned."""
+class _PerLoad(dict[int, int]):
+    """Times by tokens, worked out once each."""
 
-    def __init__(self, resident: Sequence[int], missing: Sequence[int], costs: Costs) -> None:
-        self.loads = (*resident, *missing)
-        price = {load: (costs.gpu_ns(load), costs.cpu_ns(load)) for load in set(self.loads)}
-        self.gpu_ns = [price[load][0] for load in self.loads]
-        self.cpu_ns = [price[load][1] for load in self.loads]
-        self.copy_ns, self.cpu_first_ns = costs.copy_ns, costs.cpu_first_ns
-        self.residents = len(resident)
-        self.queue = list(range(len(resident)))  # for the GPU, highest load first
-        self.queue_ns = sum(self.gpu_ns[: self.residents])
-        self.missing = deque(range(len(resident), len(self.loads)))
-        self.arriving: deque[tuple[int, int]] = deque()
-        self.cpu_at = self.gpu_at = self.link_at = 0
-        self.gpu: list[int] = []
-        self.copies: list[int] = []
-        self.cpu: list[int] = []
+    def __init__(self, price: Callable[[int], int]) -> None:
+        self._price = price
 
-    def gpu_ready(self) -> float:
-        """When the GPU can take its next expert."""
-        if self.queue:
-            return self.gpu_at
-        return max(self.gpu_at, self.arriving[0][0]) if self.arriving else NEVER
-
-    def cpu_ready(self) -> float:
-        """When the CPU can take its next expert: a missing one, else a resident that it would finish in time."""
-        if self.missing:
-            return self.cpu_at
-        if not self.queue or self.queue[-1] >= self.residents:
-            return NEVER
-        return self.cpu_at if self.cpu_done(self.queue[-1]) < self.gpu_at + self.queue_ns else NEVER
-
-    def cpu_done(self, item: int) -> int:
-        """When the CPU would end `item` if it took it next."""
-        return self.cpu_at + self.cpu_ns[item] + (0 if self.cpu else self.cpu_first_ns)
-
-    def work_cpu(self) -> None:
-        if self.missing:
-            item = self.missing.pop()
-        else:
-            item = self.queue.pop()
-            self.queue_ns -= self.gpu_ns[item]
-        self.cpu_at = self.cpu_done(item)
-        self.cpu.append(item)
-
-    def work_gpu(self) -> None:
-        now = self.gpu_ready()
-        while self.arriving and self.arriving[0][0] <= now:
-            item = self.arriving.popleft()[1]
-            at = bisect_right(self.queue, -self.loads[item], key=lambda i: -self.loads[i])
-            self.queue.insert(at, item)
-            self.queue_ns += self.gpu_ns[item]
-        item = self.queue.pop(0)
-        self.queue_ns -= self.gpu_ns[item]
-        self.gpu_at = int(now) + self.gpu_ns[item]
-        if item < self.residents:
-            self.gpu.append(item)
-
-    def copy(self, item: int) -> None:
-        self.link_at += self.copy_ns
-        self.arriving.append((self.link_at, item))
-        self.copies.append(item)
+    def __missing__(self, tokens: int) -> int:
+        self[tokens] = self._price(tokens)
+        return self[tokens]
 
 
-def paper_schedule(
-    resident: Sequence[int], missing: Sequence[int], costs: Costs, cpu: bool = True, coming: int = 0
-) -> Schedule:
-    """The paper's simulation of three timelines (arXiv 2504.05897 section IV-B).
+class Planner:
+    """The paper's simulation of three timelines (arXiv 2504.05897 section IV-B), remembering what it has worked out.
 
     GPU: residents by descending load; CPU: missing ones by ascending load; link: missing ones by descending load,
     which join the GPU's queue at their load's place when they land. The timeline that is free first takes its next
     expert, until all are placed; an idle CPU may take residents, lowest load first.
     Ours: at equal times CPU before GPU before link; the CPU takes a resident only if it ends before the GPU would
-    have worked off its whole queue; the first `coming` of the missing ones are already on the link, a whole copy each.
+    have worked off its whole queue.
     """
-    lanes = _Lanes(resident, missing, costs)
-    for _ in range(coming):
-        lanes.copy(lanes.missing.popleft())
-    while True:
-        cpu_at = lanes.cpu_ready() if cpu else NEVER
-        gpu_at = lanes.gpu_ready()
-        link_at = lanes.link_at if lanes.missing else NEVER
-        first = min(cpu_at, gpu_at, link_at)
-        if first == NEVER:
-            break
-        if first == cpu_at:
-            lanes.work_cpu()
-        elif first == gpu_at:
-            lanes.work_gpu()
-        else:
-            lanes.copy(lanes.missing.popleft())
-    return Schedule(tuple(lanes.gpu), tuple(lanes.copies), tuple(lanes.cpu), max(lanes.cpu_at, lanes.gpu_at))
+
+    def __init__(self, costs: Costs, cpu: bool = True) -> None:
+        self._costs, self._cpu = costs, cpu
+        self._copy_ns = max(costs.copy_ns, 1)  # so that a copy lands after it has begun
+        self._gpu_ns, self._cpu_ns = _PerLoad(costs.gpu_ns), _PerLoad(costs.cpu_ns)
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...], int], Schedule] = {}
+
+    def plan(self, resident: tuple[int, ...], missing: tuple[int, ...], coming: int = 0) -> Schedule:
+        """The first `coming` of the missing ones are already on the link, a whole copy each."""
+        key = resident, missing, coming
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= REMEMBERED:
+                self._known.clear()
+            found = self._known[key] = self._work_out((*resident, *missing), len(resident), coming)
+        return found
+
+    def makespan(self, resident: Sequence[int], missing: Sequence[int]) -> int:
+        """`plan(resident, missing).makespan_ns`, mostly without planning.
+
+        While anything is missing, CPU and link do not ask what the GPU does. The GPU never idles with work at hand,
+        so if it works alone its end does not depend on the order; and the CPU takes no resident from it if even the
+        lightest one, taken at once, would end later than that.
+        """
+        copied, cpu_ns, start_ns = self._shared_out(missing, 0)
+        price = self._gpu_ns
+        gpu_ns, lands = sum([price[load] for load in resident]), 0
+        for load in missing[:copied]:
+            lands += self._copy_ns
+            gpu_ns = (lands if lands > gpu_ns else gpu_ns) + price[load]
+        if self._cpu and resident and cpu_ns + start_ns + self._cpu_ns[resident[-1]] < gpu_ns:
+            return self.plan(tuple(resident), tuple(missing)).makespan_ns
+        return max(cpu_ns, gpu_ns)
+
+    def _shared_out(self, missing: Sequence[int], coming: int) -> tuple[int, int, int]:
+        """How many of the missing are copied, from the front, the others being the CPU's; when the CPU has done these;
+        and what its next expert costs beside its own time."""
+        low, high, cpu_ns, link_ns = coming, len(missing), 0, coming * self._copy_ns
+        if not self._cpu:
+            return high, 0, 0
+        price, copy_ns, start_ns = self._cpu_ns, self._copy_ns, self._costs.cpu_first_ns
+        while low < high:
+            if cpu_ns <= link_ns:
+                high -= 1
+                cpu_ns += price[missing[high]] + start_ns
+                start_ns = 0
+            else:
+                low += 1
+                link_ns += copy_ns
+        return low, cpu_ns, start_ns
+
+    def _work_out(self, loads: tuple[int, ...], residents: int, coming: int) -> Schedule:
+        """Items are positions in `loads`. The GPU's queue is `queue` from `head` on."""
+        copied, cpu_at, start_ns = self._shared_out(loads[residents:], coming)
+        copies = range(residents, residents + copied)
+        cpu = list(range(len(loads) - 1, residents + copied - 1, -1))
+        gpu: list[int] = []
+        queue, head, gpu_at, landed = list(range(residents)), 0, 0, 0
+        gpu_ns = [self._gpu_ns[load] for load in loads]
+        queue_ns = sum(gpu_ns[:residents])
+        while head < len(queue) or landed < copied:
+            now = gpu_at if head < len(queue) else max(gpu_at, self._copy_ns * (landed + 1))
+            last = queue[-1] if self._cpu and head < len(queue) else residents
+            if last < residents and cpu_at <= now:
+                cpu_done = cpu_at + self._cpu_ns[loads[last]] + start_ns
+                if cpu_done < gpu_at + queue_ns:
+                    cpu_at, start_ns = cpu_done, 0
+                    cpu.append(queue.pop())
+                    queue_ns -= gpu_ns[last]
+                    continue
+            while landed < copied and self._copy_ns * (landed + 1) <= now:
+                item = copies[landed]
+                landed += 1
+                queue.insert(bisect_right(queue, -loads[item], head, key=lambda i: -loads[i]), item)
+                queue_ns += gpu_ns[item]
+            item = queue[head]
+            head += 1
+            queue_ns -= gpu_ns[item]
+            gpu_at = now + gpu_ns[item]
+            if item < residents:
+                gpu.append(item)
+        return Schedule(tuple(gpu), tuple(copies), tuple(cpu), max(cpu_at, gpu_at))
+
+
+def paper_schedule(
+    resident: Sequence[int], missing: Sequence[int], costs: Costs, cpu: bool = True, coming: int = 0
+) -> Schedule:
+    """One plan of a `Planner`."""
+    return Planner(costs, cpu).plan(tuple(resident), tuple(missing), coming)
 
 
 def release_schedule(resident: Sequence[int], missing: Sequence[int], costs: Costs, cpu: bool = True) -> Schedule:

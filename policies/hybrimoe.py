@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar, Literal
 
 import numpy as np
 
 from ..traces.schema import Kind
-from .hss import RELEASE_COSTS, Schedule, paper_schedule, release_schedule
+from .hss import RELEASE_COSTS, Planner, Schedule, release_schedule
 from .interface import Candidates, Demand, Forecast, Key, Policy, Setup, StepInfo, View, Where
 
 
@@ -114,7 +113,7 @@ class HybriMoe(_HybriMoe):
     """
 
     name: ClassVar[str] = "hybrimoe"
-    channels: ClassVar[frozenset[str]] = frozenset({"next-gate"})
+    channels = frozenset({"next-gate"})
     alpha: float = 0.5
     p: int = 0  # 0: twice top-k
     horizon: int = 3
@@ -126,13 +125,8 @@ class HybriMoe(_HybriMoe):
         self._layer = -1
         self._ahead: dict[int, dict[int, int]] = {}
         self._dropped: set[Key] = set()
-        costs, cpu = setup.costs, setup.cpu
-
-        @lru_cache(maxsize=1 << 14)
-        def plan(resident: tuple[int, ...], missing: tuple[int, ...], coming: int) -> Schedule:
-            return paper_schedule(resident, missing, costs, cpu, coming)
-
-        self._plan = plan
+        self._best: dict[int, tuple[int, Key | None]] = {}  # of a layer, until anything there changes
+        self._planner = Planner(setup.costs, setup.cpu)
 
     def placement(self) -> Iterable[Key]:
         return self._place(self.start)
@@ -140,8 +134,10 @@ class HybriMoe(_HybriMoe):
     def step_begins(self, step: StepInfo) -> None:
         self._layer = -1
         self._ahead.clear()
+        self._best.clear()
 
     def forecast(self, forecast: Forecast) -> None:
+        self._best.pop(forecast.layer, None)
         self._ahead[forecast.layer] = {e: max(1, round(n)) for e, n in sorted(forecast.counts.items())}
         self._dropped = {key for key in self._dropped if key.layer != forecast.layer}
 
@@ -151,49 +147,59 @@ class HybriMoe(_HybriMoe):
         self._mrs.update(demand, first_row=False)
         resident, missing, coming = self._split(demand, view)
         load = demand.load()
-        schedule = self._plan(tuple(load[e] for e in resident), tuple(load[e] for e in missing), coming)
+        schedule = self._planner.plan(tuple(load[e] for e in resident), tuple(load[e] for e in missing), coming)
         return _answer(schedule, resident + missing)
 
     def next_fetch(self, view: View) -> Key | None:
         if not self.prefetch or not self._ahead:
             return None
-        best: tuple[int, Key] | None = None
+        saved, key = 0, None
         for layer in range(self._layer + 1, self._layer + 1 + self.horizon):
-            for saved, key in self._impacts(layer, view):
-                if saved > 0 and (best is None or saved > best[0]):
-                    best = (saved, key)
-        return None if best is None else best[1]
+            if layer in self._ahead:
+                if layer not in self._best:
+                    self._best[layer] = max(self._impacts(layer, view), key=lambda i: i[0], default=(0, None))
+                if self._best[layer][0] > saved:
+                    saved, key = self._best[layer]
+        if key is not None:
+            del self._best[key.layer]
+        return key
 
     def _impacts(self, layer: int, view: View) -> Iterable[tuple[int, Key]]:
         """Makespan saved by having one more expert of `layer`; experts of equal load save the same, the first counts.
 
         What is on its way counts as there.
         """
+        held = set(view.residents(layer))
         there: list[int] = []
         absent: list[int] = []
         first: dict[int, Key] = {}
-        for expert, load in self._ahead.get(layer, {}).items():
-            key = Key(layer, expert)
-            if view.resident(key) or view.in_flight(key):
+        for expert, load in self._ahead[layer].items():
+            if expert in held or view.in_flight(key := Key(layer, expert)):
                 there.append(load)
             else:
                 absent.append(load)
-                if key not in self._dropped:
-                    first.setdefault(load, key)
+                if load not in first and key not in self._dropped:
+                    first[load] = key
         there.sort(reverse=True)
         absent.sort(reverse=True)
-        without = self._plan(tuple(there), tuple(absent), 0).makespan_ns
+        without = self._planner.makespan(there, absent)
         for load in sorted(first, reverse=True):
-            fewer = list(absent)
-            fewer.remove(load)
+            place = absent.index(load)
+            fewer = absent[:place] + absent[place + 1 :]
             more = sorted([*there, load], reverse=True)
-            yield without - self._plan(tuple(more), tuple(fewer), 0).makespan_ns, first[load]
+            yield without - self._planner.makespan(more, fewer), first[load]
 
     def transfer_dropped(self, key: Key) -> None:
         self._dropped.add(key)
+        self._best.pop(key.layer, None)
 
     def victim(self, incoming: Key, candidates: Candidates, view: View) -> Key | None:
+        self._best.pop(incoming.layer, None)
         return self._first_victim(incoming.layer, candidates, view, self._ahead.get(incoming.layer, ()))
+
+    def surrender(self, layer: int, candidates: Candidates, view: View) -> Key | None:
+        self._best.pop(layer, None)
+        return super().surrender(layer, candidates, view)
 
 
 @dataclass
