@@ -36,6 +36,73 @@ def tiny_config(**changes):
     return Qwen3MoeConfig(**{**fields, **changes})
 
 
+_COMMON = {
+    "vocab_size": TINY_VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "max_position_embeddings": 512,
+    "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0, "initializer_range": 0.2,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+_SHARED = {"num_experts": 8, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
+_ROUTED = {"n_routed_experts": 8, "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1}
+_LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}  # fmt: skip
+_LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+_GROUPED = {"n_group": 4, "topk_group": 2}
+_WINDOWED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+FAMILIES: dict[str, dict] = {
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 16, "mlp_only_layers": [1]},
+    "qwen2_moe": {**_SHARED, "decoder_sparse_step": 2},
+    "qwen3_next": {**_SHARED, **_LINEAR},
+    "mixtral": {"num_local_experts": 8},
+    "olmoe": {"num_experts": 8},
+    "deepseek_v2": {**_ROUTED, **_LATENT, **_GROUPED, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": {**_ROUTED, **_LATENT, **_GROUPED},
+    "gpt_oss": {"num_local_experts": 8, **_WINDOWED},
+    "glm4_moe": {**_ROUTED, "n_group": 1, "topk_group": 1},
+    "phimoe": {"num_local_experts": 8},
+    "minimax_m2": {"num_local_experts": 8},
+    "ernie4_5_moe": {
+        "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+    },
+    "afmoe": {
+        "num_experts": 8, "moe_intermediate_size": 16, "num_dense_layers": 1, "num_shared_experts": 1, **_WINDOWED,
+    },
+    "lfm2_moe": {
+        "num_experts": 8, "moe_intermediate_size": 16, "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
+    "deepseek_v4": {"n_routed_experts": 8, "moe_intermediate_size": 16, "sliding_window": 8},
+}  # fmt: skip
+
+
+def family_config(family: str, **changes):
+    """A configuration of 3 layers, hidden 32, 8 experts and top-2 of one of FAMILIES."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(family, **{**_COMMON, **FAMILIES[family], **changes})
+
+
+def family_model(family: str, **changes):
+    """The model of `family_config`, seed 0; a bias that only ranking sees is random, not the zeros of a new model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(family_config(family, **changes)).eval()
+    state = model.state_dict()
+    for name in state:
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
+            state[name].copy_(torch.randn(state[name].shape) * 0.2)
+    return model
+
+
 def save_tiny_target(folder: Path, **changes) -> Path:
     """Save TINY-T, seed 0, with its tokenizer; `changes` overrides fields of its configuration."""
     import torch

@@ -40,8 +40,11 @@ def record(
     temperature: float = typer.Option(0.0, min=0.0, help="0 is greedy."),
     top_p: float = typer.Option(1.0, min=0.01, max=1.0, help="Sample among the top tokens with this much mass."),
     seed: int = typer.Option(0, min=0, help="Sequence i samples with seed + i."),
-    scores: str = typer.Option("topk", help="topk, or full: the router logits of all experts as well."),
+    scores: str = typer.Option("topk", help="topk, or full: all experts, by the values that the router ranks."),
     lookahead: int = typer.Option(0, min=0, help="Also ask the gates of the next J layers on this layer's input."),
+    draft_out: Path | None = typer.Option(
+        None, help="A second trace file, for the routing of a draft that is a mixture of experts itself."
+    ),
     prefill_chunk: int = typer.Option(512, min=1, help="Most prompt tokens in one forward pass."),
     dtype: str | None = typer.Option(
         None, help="auto, float32, bfloat16 or float16 (default: float32 for the embedded pair, else auto)."
@@ -59,8 +62,11 @@ def record(
         raise InputError(f"--scores {scores}: choose topk or full")
     if compare and temperature > 0:
         raise InputError("--require-exact: only greedy output can be compared; leave out --temperature")
-    if not out.parent.is_dir():
-        raise InputError(f"-o {out}: no such folder {out.parent}; make it first")
+    for flag, path in (("-o", out), ("--draft-out", draft_out)):
+        if path is not None and not path.parent.is_dir():
+            raise InputError(f"{flag} {path}: no such folder {path.parent}; make it first")
+    if draft_out is not None and draft_out.absolute() == out.absolute():
+        raise InputError(f"--draft-out {draft_out}: the target's trace goes there; give another file")
     chosen = read_prompts(prompts, prompt_limit)
 
     from .models import EMBEDDED, load_pair
@@ -73,10 +79,11 @@ def record(
         raise InputError("--require-exact: there is no draft to compare with; give --draft")
     stops = () if ignore_eos else pair.stop_tokens
     options = Options(max_new_tokens, draft_length, temperature, top_p, seed, stops, prefill_chunk)
-    with _stoppable() as stop, _progress(len(chosen) * max_new_tokens) as progress:
+    expected = sum(len(prompt.turns) for prompt in chosen) * max_new_tokens
+    with _stoppable() as stop, _progress(expected) as progress:
         summary = run(
             pair, chosen, out, options, source=describe(prompts), scores=scores == "full", lookahead=lookahead,
-            compare=compare, stop=stop, progress=progress,
+            draft_out=draft_out, compare=compare, stop=stop, progress=progress,
         )  # fmt: skip
     _report(summary, out, as_json)
     if summary.interrupted:
@@ -134,6 +141,8 @@ def _report(summary: "Summary", out: Path, as_json: bool) -> None:
         "accepted": summary.total("accepted"),
         "acceptance": summary.acceptance,
         "tokens_per_verify": summary.tokens_per_verify,
+        "acceptance_by_position": summary.acceptance_by_position,
+        "draft_probability": summary.draft_probability,
         "seconds": round(summary.seconds, 3),
         "file_bytes": size,
         "bytes_per_row": size / summary.rows if summary.rows else None,
@@ -147,11 +156,24 @@ def _report(summary: "Summary", out: Path, as_json: bool) -> None:
     shown = {"acceptance": ".3f", "tokens_per_verify": ".2f", "seconds": ".1f", "bytes_per_row": ".0f"}
     row = {k: v if v is None or k not in shown else format(v, shown[k]) for k, v in facts.items()}
     row["file_bytes"] = show_size(size)
-    del row["interrupted"], row["file"], row["drafted"], row["accepted"]
+    for name in ("interrupted", "file", "drafted", "accepted", "acceptance_by_position", "draft_probability"):
+        del row[name]
     show_table(f"recorded {out}", [{k.replace("_", " "): v for k, v in row.items()}])
+    _report_draft(summary)
     _report_differences(summary)
     if summary.interrupted:
         sys.stderr.write(f"interrupted; {out} holds everything up to here\n")
+
+
+def _report_draft(summary: "Summary") -> None:
+    if not summary.total("drafted"):
+        return
+    kept = ", ".join(f"{share:.2f}" for share in summary.acceptance_by_position)
+    mean = {name: "none" if p is None else f"{p:.2f}" for name, p in summary.draft_probability.items()}
+    say(
+        f"drafts kept by position in the window: {kept}; the draft's own probability of them: {mean['kept']}, of those "
+        f"refused: {mean['refused']}"
+    )
 
 
 def _report_differences(summary: "Summary") -> None:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from .errors import InputError
 from .schema import DraftShape, ModelShape
@@ -76,6 +77,7 @@ def load_pair(
         shape = model_shape(big.config, big.name, dtype_of(big.config, dtype))
         draft_shape = None
         if small is not None:
+            check_rollback(big, small)
             check_tokenizers(big, small)
             draft_shape = measure_draft(small.config, small.name, dtype_of(small.config, dtype))
         model = read_weights(big, shape.dtype, device, experts)
@@ -152,6 +154,18 @@ def check_tokenizers(target: Source, draft: Source) -> None:
         )
 
 
+def check_rollback(target: Source, draft: Source) -> None:
+    """Raise InputError if a cache of the two cannot forget refused drafts: recurrent layers keep only the last state."""
+    for source, role in ((target, "target"), (draft, "draft")):
+        layers = DynamicCache(config=source.config.get_text_config()).layers
+        stuck = sum(not layer.is_croppable for layer in layers)
+        if stuck:
+            raise InputError(
+                f"--draft: the {role} ({source.name}) has {stuck} of {len(layers)} layers with linear attention or "
+                "another recurrent state, which cannot be rolled back after a rejected draft; use --draft none"
+            )
+
+
 def model_shape(config: Any, name: str, dtype: str = "float32") -> ModelShape:
     """Shape of a target from its configuration alone: the model is laid out on torch's meta device and counted.
 
@@ -165,26 +179,45 @@ def model_shape(config: Any, name: str, dtype: str = "float32") -> ModelShape:
             f"--target {name}: {type(model).__name__} has no routed experts to trace; give a mixture-of-experts "
             "model such as Qwen/Qwen3-30B-A3B"
         )
+    strange = next((b.experts for b in blocks if not hasattr(b.experts, "is_transposed")), None)
+    if strange is not None:
+        raise InputError(
+            f"--target {name}: {type(strange).__name__} is outside the experts registry of transformers, so its "
+            "routing cannot be read; give a model of a family that uses it, such as Qwen3-MoE, Mixtral or DeepSeek"
+        )
     text = config.get_text_config()
     size = torch.finfo(getattr(torch, dtype)).bits // 8
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is embedding
     routed = sum(p.numel() for block in blocks for p in block.experts.parameters())
-    experts = int(getattr(blocks[0].experts, "num_experts", text.num_experts))
+    experts, width = _expert_dimensions(blocks[0].experts)
     return ModelShape(
         name=name,
         layers=text.num_hidden_layers,
         moe_layers=tuple(block.layer for block in blocks),
         experts=experts,
-        top_k=text.num_experts_per_tok,
+        top_k=_top_k(blocks[0].gate, text),
         hidden=text.hidden_size,
-        expert_width=getattr(text, "moe_intermediate_size", None) or text.intermediate_size,
+        expert_width=width,
         dtype=dtype,
         expert_bytes=routed // (experts * len(blocks)) * size,
         dense_bytes=(sum(p.numel() for p in model.parameters()) - routed) * size,
         kv_bytes_per_token=_kv_numbers(text) * size,
         embedding_bytes=0 if tied else embedding.numel() * size,
     )
+
+
+def _expert_dimensions(experts: Any) -> tuple[int, int]:
+    """How many experts a layer has, and their inner width, from the stacked matrix that leads back."""
+    number, rows, columns = experts.down_proj.shape
+    return number, rows if experts.is_transposed else columns
+
+
+def _top_k(gate: Any, text: Any) -> int:
+    """Each family has a name of its own for it."""
+    names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+    found = [getattr(text, name, None) for name in names]
+    return int(getattr(gate, "top_k", None) or next(k for k in found if k))
 
 
 def measure_draft(config: Any, name: str, dtype: str = "float32") -> DraftShape:
@@ -222,9 +255,20 @@ def stop_tokens(model: Any) -> tuple[int, ...]:
 
 
 def _kv_numbers(text: Any) -> int:
-    """Keys and values of all layers for one token, in numbers (grouped heads)."""
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * text.num_key_value_heads * head
+    """Keys and values, in numbers, that one more token of a long context adds to what is kept.
+
+    Only layers that attend to all of it count: sliding windows are full by then, linear attention has a state of fixed
+    size. Latent attention (MLA) keeps the compressed vector and the rotary key (arXiv 2405.04434, section 2.1), as
+    inference engines do; transformers itself keeps them expanded.
+    """
+    growing = sum(isinstance(c, DynamicLayer) and not c.is_sliding for c in DynamicCache(config=text).layers)
+    latent = getattr(text, "kv_lora_rank", None)
+    if latent:
+        return growing * (latent + text.qk_rope_head_dim)
+    head = getattr(text, "global_head_dim", None) or getattr(text, "head_dim", None)
+    head = head or text.hidden_size // text.num_attention_heads
+    heads = getattr(text, "num_global_key_value_heads", None) or text.num_key_value_heads
+    return growing * heads * (head + (getattr(text, "v_head_dim", None) or head))
 
 
 def dtype_of(config: Any, wanted: str) -> str:

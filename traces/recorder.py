@@ -1,87 +1,109 @@
 """Records what a target's routers decide while the draft/verify loop runs.
 
-Hooks sit on the modules that hold a layer's routed experts and take the choice that is handed to them, so the record
-does not depend on how experts are computed. Nothing is read from the draft.
+Hooks sit on the modules that hold a layer's routed experts and take the choice that the router hands to them, so the
+record does not depend on how experts are computed. A draft with experts of its own is recorded into a file of its own.
 """
 
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from .errors import InputError
-from .models import Pair, moe_blocks
+from .models import Pair, model_shape, moe_blocks
+from .outcome import Summary, find_difference
 from .prompts import Prompt, encode
+from .routers import Asked, Routers, asking, gate_choice, half_scores, read_routers
 from .schema import Header, Kind, ModelShape, Provenance, Step, id_dtype
-from .speculate import Generation, Observer, Options, Speculation
+from .speculate import Observer, Options, Speculation
 from .writer import TraceWriter
 
 FLUSH_SECONDS = 5.0
+DRAFT_NOTE = (
+    "Routing of the draft. A step is one drafting round and stands beside the target's verify step of the same "
+    "positions; each of its rows was a pass of its own, but for unread text at its begin."
+)
 
 
 @dataclass(slots=True)
 class Layer:
-    """What one MoE layer chose in the pass under way: ids, weights [n, k]; logits [n, E]; ahead [n, J, k]."""
+    """What one MoE layer chose in one pass: ids, weights [n, k]; ranked [n, E]; ahead [n, J, k]."""
 
     ids: torch.Tensor
     weights: torch.Tensor
+    ranked: torch.Tensor | None = None
     ahead: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
 
 
 class RouterRecorder(Observer):
     """Makes a Step of every pass of the target and hands it to `write`.
 
-    Use within `with recorder.watching():`; set `sequence` and `turn` before each generation. `scores` keeps the
-    router's logits, `lookahead` J the choices of the gates of the next J layers on this layer's gate input.
+    Use within `with recorder.watching():`; set `sequence` and `turn` before each generation. `scores` keeps the values
+    by which routers rank their experts (`routers.scores` names them), `lookahead` J the choices of the gates of the
+    next J layers on this layer's gate input. Raises InputError where a family's gates do not allow one of them.
     """
 
     def __init__(
-        self, model: Any, shape: ModelShape, write: Callable[[Step], None], scores: bool = False, lookahead: int = 0
+        self,
+        model: Any,
+        shape: ModelShape,
+        write: Callable[[Step], None],
+        scores: bool = False,
+        lookahead: int = 0,
+        routers: Routers | None = None,
     ) -> None:
         self.blocks = moe_blocks(model)
         self.shape = shape
         self.write = write
         self.scores = scores
         self.lookahead = lookahead
+        self.routers = routers or read_routers(model, self.blocks, shape.experts, scores, lookahead > 0)
         self.sequence = 0
         self.turn = 0
-        self._logits: torch.Tensor | None = None
+        self._asked: dict[int, Asked] = {}
         self._layers: dict[int, Layer] = {}
         self._pass: tuple[Kind, np.ndarray, np.ndarray, np.ndarray] | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Hooks are on the model inside this context, and gone after it."""
-        hooks = []
-        for order, block in enumerate(self.blocks):
-            hook = self._choice_hook(order)
-            hooks.append(block.experts.register_forward_pre_hook(hook, with_kwargs=True))
-            if self.scores:
-                hooks.append(block.gate.register_forward_hook(self._keep_logits))
-        try:
+        with ExitStack() as stack:
+            for order, block in enumerate(self.blocks):
+                stack.callback(block.experts.register_forward_pre_hook(self._choice_hook(order)).remove)
+            if self.scores or self.lookahead:
+                stack.enter_context(asking(self.blocks, self._asked, self.shape.experts, self.scores))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def step_begins(self, kind: Kind, tokens: np.ndarray, positions: np.ndarray, drafted: np.ndarray) -> None:
-        self._layers.clear()
+        self._layers = {}
         self._pass = (kind, tokens, positions, drafted)
 
     def step_ends(self, accepted: int, emitted: Sequence[int]) -> None:
         assert self._pass is not None
         kind, tokens, positions, drafted = self._pass
-        layers = [self._layers[order] for order in range(len(self.blocks))]
-        ids = torch.stack([layer.ids for layer in layers], 1)
-        ahead = [layer.ahead for layer in layers if layer.ahead is not None]
+        self._pass = None
+        self._save(kind, tokens, positions, drafted, accepted, [self._layers])
+
+    def _save(
+        self,
+        kind: Kind,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        drafted: np.ndarray,
+        accepted: int,
+        passes: Sequence[dict[int, Layer]],
+    ) -> None:
+        """Write one step; its rows are those of all `passes`, one after another."""
+        ids = self._rows(passes, "ids")
+        assert ids is not None
+        ranked, ahead, weights = (self._rows(passes, name) for name in ("ranked", "ahead", "weights"))
         small = id_dtype(self.shape.experts)
         self.write(
             Step(
@@ -93,115 +115,132 @@ class RouterRecorder(Observer):
                 drafted=drafted,
                 accepted=accepted,
                 experts=ids.cpu().numpy().astype(small),
-                weights=torch.stack([layer.weights for layer in layers], 1).half().cpu().numpy(),
-                scores=_half_scores([layer.logits for layer in layers if layer.logits is not None], ids),
-                ahead=torch.stack(ahead, 1).cpu().numpy().astype(small) if ahead else None,
+                weights=None if weights is None else weights.half().cpu().numpy(),
+                scores=None if ranked is None else half_scores(ranked, ids),
+                ahead=None if ahead is None else ahead.cpu().numpy().astype(small),
             )
         )
-        self._pass = None
+
+    def _rows(self, passes: Sequence[dict[int, Layer]], name: str) -> torch.Tensor | None:
+        """[n, L, ...]: one field of all layers, so that a step costs one copy from the device and not one a layer."""
+        layers = range(len(self.blocks))
+        columns = [[getattr(one[order], name) for order in layers] for one in passes]
+        if columns[0][0] is None:
+            return None
+        parts = [torch.stack(column, 1) for column in columns]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _choice_hook(self, order: int) -> Callable[..., None]:
-        def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden, ids, weights = (*args, *kwargs.values())[:3]
-            layer = Layer(ids.detach(), weights.detach(), logits=self._logits)
+        def hook(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            _, ids, weights = args
+            layer = self._layers[order] = Layer(ids, weights)
+            if self.scores:
+                layer.ranked = self.routers.ranking(self._asked[order])
             if self.lookahead:
-                last = len(self.blocks) - 1
-                gates = [self.blocks[min(order + j, last)].gate for j in range(1, self.lookahead + 1)]
-                layer.ahead = torch.stack([gate_choice(gate, hidden) for gate in gates], 1)
-            self._layers[order] = layer
+                layer.ahead = self._ahead(order)
 
         return hook
 
-    def _keep_logits(self, gate: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        logits = output[0] if isinstance(output, tuple) else output
-        self._logits = logits.detach().reshape(-1, logits.shape[-1])
+    def _ahead(self, order: int) -> torch.Tensor:
+        """[n, J, k]: what the gates of the next layers say of this layer's gate input; the last one repeats."""
+        hidden, last = self._asked[order].args[0], len(self.blocks) - 1
+        choices: dict[int, torch.Tensor] = {}
+        for later in (min(order + j, last) for j in range(1, self.lookahead + 1)):
+            if later not in choices:
+                args, kwargs = self.routers.extras[later]
+                choices[later] = gate_choice(self.blocks[later].gate, hidden, *args, **kwargs)
+        return torch.stack([choices[min(order + j, last)] for j in range(1, self.lookahead + 1)], 1)
 
 
-def gate_choice(gate: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Expert ids [n, k] that a gate would choose on hidden states [n, hidden], past any hook on it.
+class DraftRecorder(RouterRecorder):
+    """Makes Steps of a draft that is a mixture of experts itself: a stream of its own, never a part of the target's.
 
-    Raises InputError for a gate that does not say its choice itself.
+    One drafting round is one step, so that it stands beside the verify step it was made for: same sequence, turn and
+    positions. Its rows are the text that the draft had not read yet (one token, or two after a step that kept every
+    draft) and the tokens that it proposed and read again; each was a pass of its own. The last proposal is not read, so
+    it has no row. Kept rows are those of the text, each position once.
     """
-    output = gate.forward(hidden)
-    choices = [t for t in output if not t.is_floating_point()] if isinstance(output, tuple) else []
-    if len(choices) != 1:
-        raise InputError(f"--lookahead: {type(gate).__name__} returns no expert choice; record without --lookahead")
-    return choices[0]
 
-
-def _half_scores(logits: Sequence[torch.Tensor], ids: torch.Tensor) -> np.ndarray | None:
-    """Router logits [n, L, E] in float16 whose top-k is still the router's choice.
-
-    Rounding can tie or swap the last chosen expert with the first one left out. Where the exact logits rank them right,
-    a chosen score at or below the best of the others is lifted to the next float16 above it.
-    """
-    if not logits:
-        return None
-    exact = torch.stack(list(logits), 1).float()
-    chosen = torch.zeros_like(exact, dtype=torch.bool).scatter_(-1, ids, True)
-    ranked = exact.masked_fill(~chosen, torch.inf).amin(-1) >= exact.masked_fill(chosen, -torch.inf).amax(-1)
-    rounded = exact.half()
-    best_other = rounded.masked_fill(chosen, -torch.inf).amax(-1, keepdim=True)
-    above = torch.from_numpy(np.nextafter(best_other.cpu().numpy(), np.float16(np.inf)))
-    low = chosen.cpu() & (rounded <= best_other).cpu() & ranked.cpu()[..., None]
-    return torch.where(low, above, rounded.cpu()).numpy()
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Where speculative and plain greedy output part: `margin` is the plain run's top-2 logit distance there."""
-
-    prompt: str
-    position: int
-    speculative: int | None
-    plain: int | None
-    margin: float
-
-
-@dataclass(slots=True)
-class Summary:
-    """What a recording was: text of each sequence, counts over all of them, and differences if they were looked for."""
-
-    prompts: int = 0
-    prompt_tokens: int = 0
-    rows: int = 0
-    texts: list[list[int]] = field(default_factory=list)
-    generations: list[Generation] = field(default_factory=list)
-    interrupted: bool = False
-    compared: bool = False
-    differences: list[Difference] = field(default_factory=list)
-    seconds: float = 0.0
-
-    def total(self, name: str) -> int:
-        return sum(getattr(g, name) for g in self.generations)
-
-    @property
-    def new_tokens(self) -> int:
-        return sum(len(g.tokens) for g in self.generations)
-
-    @property
-    def acceptance(self) -> float | None:
-        return self.total("accepted") / self.total("drafted") if self.total("drafted") else None
-
-    @property
-    def tokens_per_verify(self) -> float | None:
-        return 1 + self.total("accepted") / self.total("verifies") if self.total("verifies") else None
-
-
-class Session(RouterRecorder):
-    """A RouterRecorder that can be stopped and tells how far it is."""
-
-    def __init__(self, stop: Callable[[], bool], progress: Callable[[int], None], *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._passes: list[tuple[Kind, list[int], int, dict[int, Layer]]] = []
+
+    def draft_begins(self, kind: Kind, tokens: Sequence[int], position: int) -> None:
+        self._layers = {}
+        self._passes.append((kind, list(tokens), position, self._layers))
+
+    def step_begins(self, kind: Kind, tokens: np.ndarray, positions: np.ndarray, drafted: np.ndarray) -> None:
+        self._layers = {}  # the target may be the same model
+
+    def step_ends(self, accepted: int, emitted: Sequence[int]) -> None:
+        passes, self._passes = self._passes, []
+        for kind, ids, position, layers in passes:
+            if kind is Kind.PREFILL:
+                self._write_rows(kind, ids, position, 0, 0, [layers])
+        drafting = [p for p in passes if p[0] is Kind.DECODE]
+        if drafting:
+            ids = [token for _, tokens, _, _ in drafting for token in tokens]
+            drafts = len(drafting) - 1
+            kind = Kind.VERIFY if len(ids) > 1 else Kind.DECODE
+            self._write_rows(kind, ids, drafting[0][2], drafts, min(accepted, drafts), [p[3] for p in drafting])
+
+    def _write_rows(
+        self, kind: Kind, ids: list[int], first: int, drafts: int, accepted: int, passes: list[dict[int, Layer]]
+    ) -> None:
+        positions = np.arange(first, first + len(ids), dtype=np.int32)
+        drafted = np.arange(len(ids)) >= len(ids) - drafts
+        self._save(kind, np.array(ids, dtype=np.int32), positions, drafted, accepted, passes)
+
+
+class Session(Observer):
+    """The loop's observer: tells the target's recorder and the draft's, can be stopped, and tells how far it is."""
+
+    def __init__(
+        self, recorders: Sequence[RouterRecorder], stop: Callable[[], bool], progress: Callable[[int], None]
+    ) -> None:
+        self.recorders = recorders
         self._stop = stop
         self._progress = progress
+
+    @contextmanager
+    def watching(self, sequence: int, turn: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            for recorder in self.recorders:
+                recorder.sequence, recorder.turn = sequence, turn
+                stack.enter_context(recorder.watching())
+            yield
 
     def stop(self) -> bool:
         return self._stop()
 
+    def draft_begins(self, kind: Kind, tokens: Sequence[int], position: int) -> None:
+        for recorder in self.recorders:
+            recorder.draft_begins(kind, tokens, position)
+
+    def step_begins(self, kind: Kind, tokens: np.ndarray, positions: np.ndarray, drafted: np.ndarray) -> None:
+        for recorder in self.recorders:
+            recorder.step_begins(kind, tokens, positions, drafted)
+
     def step_ends(self, accepted: int, emitted: Sequence[int]) -> None:
-        super().step_ends(accepted, emitted)
+        for recorder in self.recorders:
+            recorder.step_ends(accepted, emitted)
         self._progress(len(emitted))
+
+
+@dataclass(slots=True)
+class Files:
+    """The open trace files of one recording and the recorders that fill them: the target's, then the draft's if any."""
+
+    writers: list[TraceWriter]
+    recorders: list[RouterRecorder]
+
+    def flush(self) -> None:
+        for writer in self.writers:
+            writer.flush()
+
+    def close(self, interrupted: bool) -> None:
+        for writer in self.writers:
+            writer.close(interrupted=interrupted)
 
 
 def record(
@@ -213,46 +252,79 @@ def record(
     source: str = "",
     scores: bool = False,
     lookahead: int = 0,
+    draft_out: str | Path | None = None,
     compare: bool = False,
     stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Summary:
     """Run every prompt, one after another, and write the trace `out` as it goes.
 
-    Sequence i samples with seed `options.seed + i`. `compare` runs plain greedy decoding as well and reports where it
-    differs. `stop` is asked before every forward pass; `progress` is told of new tokens. Raises InputError: a prompt
-    too long for the model, a file that cannot be written, a pair that cannot speculate.
+    Sequence i samples with seed `options.seed + i`. `draft_out` takes the routing of a draft with experts, see
+    `DraftRecorder`. `compare` runs plain greedy decoding as well and reports where it differs. `stop` is asked before
+    every forward pass; `progress` is told of new tokens. Raises InputError: a prompt too long for the model, a file
+    that cannot be written, a pair that cannot speculate, gates that do not give `scores` or `lookahead`.
     """
     turns = [encode(pair.tokenizer, prompt) for prompt in prompts]
     _check_lengths(pair, prompts, turns, options)
-    header = make_header(pair, prompts, turns, options, source, scores, lookahead)
+    header = make_header(pair, prompts, turns, options, source, False, lookahead)
     summary = Summary(compared=compare)
     begin = monotonic()
-    with TraceWriter(out, header) as writer:
-        session = Session(stop, progress, pair.target, pair.shape, _saving(writer), scores, lookahead)
+    with ExitStack() as stack:
+        files = _open(pair, out, draft_out, header, scores, stack)
+        session = Session(files.recorders, stop, progress)
         for index, (prompt, ids) in enumerate(zip(prompts, turns, strict=True)):
-            session.sequence = index
             own = replace(options, seed=options.seed + index)
-            _run(pair, prompt, ids, own, session, summary)
-            writer.flush()
+            _run(pair, prompt, ids, index, own, session, summary)
+            files.flush()
             if summary.interrupted:
                 break
-        summary.rows = writer.tokens
-        writer.close(interrupted=summary.interrupted)
+        summary.rows = files.writers[0].tokens
+        files.close(summary.interrupted)
     summary.seconds = monotonic() - begin
     return summary
 
 
+def _open(
+    pair: Pair, out: str | Path, draft_out: str | Path | None, header: Header, scores: bool, stack: ExitStack
+) -> Files:
+    """Files and recorders. No file is touched before all gates have been found readable."""
+    streams: list[tuple[type[RouterRecorder], Any, Header, str | Path]] = [(RouterRecorder, pair.target, header, out)]
+    if draft_out is not None:
+        about = replace(header, target=_draft_shape(pair), draft=None, notes=DRAFT_NOTE)
+        streams.append((DraftRecorder, pair.draft, about, draft_out))
+    ahead = header.lookahead
+    routers = [read_routers(m, moe_blocks(m), h.target.experts, scores, ahead > 0) for _, m, h, _ in streams]
+    files = Files([], [])
+    for (kind, model, about, path), read in zip(streams, routers, strict=True):
+        writer = stack.enter_context(TraceWriter(path, replace(about, scores=read.scores)))
+        files.writers.append(writer)
+        files.recorders.append(kind(model, about.target, _saving(writer), scores, ahead, read))
+    return files
+
+
+def _draft_shape(pair: Pair) -> ModelShape:
+    if pair.draft is None or pair.draft_shape is None or not moe_blocks(pair.draft):
+        name = "none" if pair.draft_shape is None else pair.draft_shape.name
+        raise InputError(f"--draft-out: the draft ({name}) has no routed experts; leave it out")
+    dtype = str(pair.draft.dtype).removeprefix("torch.")
+    return model_shape(pair.draft.config, pair.draft_shape.name, dtype)
+
+
 def _run(
-    pair: Pair, prompt: Prompt, turns: list[list[int]], options: Options, session: Session, summary: Summary
+    pair: Pair,
+    prompt: Prompt,
+    turns: list[list[int]],
+    sequence: int,
+    options: Options,
+    session: Session,
+    summary: Summary,
 ) -> None:
     """One sequence, all its turns, into `summary`."""
     speculation = Speculation(pair.target, pair.draft, options, session)
     summary.texts.append(speculation.text)
     summary.prompts += 1
     for turn, ids in enumerate(turns):
-        session.turn = turn
-        with session.watching():
+        with session.watching(sequence, turn):
             result = speculation.generate(ids)
         summary.generations.append(result)
         summary.prompt_tokens += len(ids)
@@ -264,37 +336,19 @@ def _run(
         summary.differences += [found] if found else []
 
 
-def find_difference(
-    pair: Pair, name: str, turns: Sequence[Sequence[int]], options: Options, text: Sequence[int]
-) -> Difference | None:
-    """First token where `text` parts from what the target writes without a draft, in absolute position.
-
-    In float32 there is none. In bfloat16 a forward of K+1 rows rounds differently from one of 1 row, and near-ties
-    flip: the margin tells.
-    """
-    plain = Speculation(pair.target, None, options)
-    for ids in turns:
-        plain.generate(ids)
-    if plain.text == list(text):
-        return None
-    at = next(i for i in range(max(len(text), len(plain.text))) if text[i : i + 1] != plain.text[i : i + 1])
-    replay = Speculation(pair.target, None, options)
-    with torch.inference_mode():
-        top = replay.target.feed(plain.text[:at], keep=1)[0].topk(2).values
-    ours, theirs = text[at : at + 1], plain.text[at : at + 1]
-    return Difference(name, at, ours[0] if ours else None, theirs[0] if theirs else None, float(top[0] - top[1]))
-
-
 def make_header(
     pair: Pair,
     prompts: Sequence[Prompt],
     turns: Sequence[list[list[int]]],
     options: Options,
     source: str,
-    scores: bool,
+    scores: str | Literal[False],
     lookahead: int,
 ) -> Header:
-    """All that a trace says about itself; nothing in it depends on the time or the machine's name."""
+    """All that a trace says about itself; nothing in it depends on the time or the machine's name.
+
+    `scores` names the router quantity that is stored (see `routers.Routers`), if there is one.
+    """
     tools = {name: version(name) for name in ("moe-spac", "torch", "transformers")}
     sampling = asdict(options) | {"stop_tokens": list(options.stop_tokens), "device": str(pair.target.device)}
     del sampling["draft_length"]
@@ -307,7 +361,7 @@ def make_header(
         acceptance="measured" if pair.draft is not None else "none",
         sampling=sampling,
         weights=True,
-        scores="logit" if scores else None,
+        scores=scores or None,
         lookahead=lookahead,
         sequences=tuple(
             {"name": prompt.name, "domain": prompt.domain, "prompt_tokens": sum(map(len, ids))}

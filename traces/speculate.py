@@ -40,6 +40,12 @@ class Observer:
         """How many tokens to draft for the next step; 0 makes it a decode step. `planned` is what fits."""
         return planned
 
+    def draft_begins(self, kind: Kind, tokens: Sequence[int], position: int) -> None:
+        """A forward pass of the draft begins over `tokens`, the first of them at `position` of the text.
+
+        PREFILL brings it up to the text, DECODE proposes one more token.
+        """
+
     def drafted(self, token: int) -> None:
         """The draft proposed one more token; the step that will verify it has not begun."""
 
@@ -56,13 +62,21 @@ class Observer:
 
 @dataclass(slots=True)
 class Generation:
-    """What one turn produced. `seconds` is the wall time by phase: prefill, draft_prefill, draft, decode, verify."""
+    """What one turn produced. `seconds` is the wall time by phase: prefill, draft_prefill, draft, decode, verify.
+
+    `drafted_at` and `accepted_at` count by position in the window, from its first draft; `sure_kept` and `sure_refused`
+    are sums of the draft's own probability of a token that it proposed, over those kept and those not.
+    """
 
     tokens: list[int] = field(default_factory=list)
     decodes: int = 0
     verifies: int = 0
     drafted: int = 0
     accepted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    sure_kept: float = 0.0
+    sure_refused: float = 0.0
     interrupted: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -75,6 +89,18 @@ class Generation:
     def tokens_per_verify(self) -> float | None:
         """Output tokens of a verify step, its own token included: 1..K+1."""
         return 1 + self.accepted / self.verifies if self.verifies else None
+
+    def judged(self, sure: Sequence[float], accepted: int) -> None:
+        """Count one step's drafts: the draft's probability of each, and how many the target kept."""
+        self.drafted += len(sure)
+        self.accepted += accepted
+        self.drafted_at += [0] * (len(sure) - len(self.drafted_at))
+        self.accepted_at += [0] * (len(sure) - len(self.accepted_at))
+        for position in range(len(sure)):
+            self.drafted_at[position] += 1
+            self.accepted_at[position] += position < accepted
+        self.sure_kept += sum(sure[:accepted])
+        self.sure_refused += sum(sure[accepted:])
 
     def spend(self, phase: str, since: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + perf_counter() - since
@@ -153,6 +179,15 @@ def judge_greedy(choices: Sequence[int], drafts: Sequence[int]) -> tuple[int, in
     return len(drafts), choices[len(drafts)]
 
 
+@dataclass(slots=True)
+class Proposal:
+    """Drafted tokens, the draft's probability of each, and in sampled mode the laws [V] they were drawn from."""
+
+    tokens: list[int] = field(default_factory=list)
+    sure: list[float] = field(default_factory=list)
+    laws: list[torch.Tensor] = field(default_factory=list)
+
+
 class Speculation:
     """One sequence: its text, and both models' caches. `generate` may be called again for the next turn.
 
@@ -188,10 +223,10 @@ class Speculation:
             self.target.expect_crops()
             self.draft.expect_crops()
         while len(result.tokens) < self.options.max_new_tokens and not result.interrupted:
-            drafts, q = self._propose(result)
+            proposed = self._propose(result)
             if result.interrupted:
                 break
-            self._step(result, drafts, q)
+            self._step(result, proposed)
             if result.tokens[-1] in self.options.stop_tokens:
                 break
         return result
@@ -219,8 +254,8 @@ class Speculation:
         drafted = np.arange(len(ids)) >= len(ids) - drafts
         self.observer.step_begins(kind, np.array(ids, dtype=np.int32), positions, drafted)
 
-    def _propose(self, result: Generation) -> tuple[list[int], list[torch.Tensor]]:
-        """Draft up to K tokens; in sampled mode also the distributions [V] they were drawn from.
+    def _propose(self, result: Generation) -> Proposal:
+        """Draft up to K tokens.
 
         A stop token is not proposed, for nothing after it could be kept: drafting ends there, and the distribution
         leaves it out.
@@ -228,25 +263,26 @@ class Speculation:
         room = self.options.max_new_tokens - len(result.tokens) - 1
         planned = min(self.options.draft_length, room) if self.draft is not None else 0
         wanted = min(self.observer.draft_length(planned), room) if planned > 0 else 0
-        drafts: list[int] = []
-        q: list[torch.Tensor] = []
+        proposed = Proposal()
         if self._interrupted(result) or wanted <= 0 or self.draft is None:
-            return drafts, q
+            return proposed
         self._catch_up(result, self.draft)
         begin = perf_counter()
         ids = self.text[self.draft.length :]
-        while len(drafts) < wanted and not self._interrupted(result):
-            token, probs = self._pick(self.draft.feed(ids, keep=1)[0])
+        while len(proposed.tokens) < wanted and not self._interrupted(result):
+            self.observer.draft_begins(Kind.DECODE, ids, self.draft.length)
+            token, sure, probs = self._pick(self.draft.feed(ids, keep=1)[0])
             if token in self.options.stop_tokens:
                 break
             if probs is not None:
                 probs[list(self.options.stop_tokens)] = 0.0
-                q.append(probs / probs.sum())
-            drafts.append(token)
+                proposed.laws.append(probs / probs.sum())
+            proposed.tokens.append(token)
+            proposed.sure.append(sure)
             ids = [token]
             self.observer.drafted(token)
         result.spend("draft", begin)
-        return drafts, q
+        return proposed
 
     def _catch_up(self, result: Generation, draft: CachedModel) -> None:
         """Bring the draft's cache up to the text's last token after a prefill or after steps without drafting.
@@ -257,18 +293,23 @@ class Speculation:
         lags = len(self.text) - draft.length > 2
         while lags and draft.length < len(self.text) - 1 and not self._interrupted(result):
             last = min(draft.length + self.options.prefill_chunk, len(self.text) - 1)
+            self.observer.draft_begins(Kind.PREFILL, self.text[draft.length : last], draft.length)
             draft.feed(self.text[draft.length : last], keep=1)
         if lags:
             result.spend("draft_prefill", begin)
 
-    def _pick(self, logits: torch.Tensor) -> tuple[int, torch.Tensor | None]:
+    def _pick(self, logits: torch.Tensor) -> tuple[int, float, torch.Tensor | None]:
+        """A token, the probability it was given, and in sampled mode the distribution [V] it was drawn from."""
         if self.options.temperature == 0:
-            return int(logits.argmax()), None
+            best, token = logits.max(-1)
+            return int(token), float((best - logits.logsumexp(-1)).exp()), None
         probs = distribution(logits, self.options.temperature, self.options.top_p)
-        return draw(probs, self._rng), probs
+        token = draw(probs, self._rng)
+        return token, float(probs[token]), probs
 
-    def _step(self, result: Generation, drafts: list[int], q: list[torch.Tensor]) -> None:
+    def _step(self, result: Generation, proposed: Proposal) -> None:
         """One decode or verify step of the target, and the rollback of what it refused."""
+        drafts, q = proposed.tokens, proposed.laws
         ids = [self.text[-1], *drafts]
         self._announce(Kind.VERIFY if drafts else Kind.DECODE, ids, len(drafts))
         begin = perf_counter()
@@ -285,8 +326,7 @@ class Speculation:
             self.draft.crop(max(0, self.draft.length - (len(self.text) - 1)))
         result.spend("verify" if drafts else "decode", begin)
         result.tokens += emitted
-        result.drafted += len(drafts)
-        result.accepted += accepted
+        result.judged(proposed.sure, accepted)
         result.verifies += bool(drafts)
         result.decodes += not drafts
         self.observer.step_ends(accepted, emitted)
