@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..policies.interface import Demand, Key, Policy, Setup, View, Where
-from ..simulator.machine import UNITS, Machine, Quantity, rates_for
+from ..simulator.machine import DEFAULTS, UNITS, Machine, Quantity, rates_for
 from ..traces.prompts import encode, read_prompts
 from ..traces.schema import Kind
 from ..traces.speculate import Options, Speculation
@@ -89,6 +89,7 @@ def _blank(models: Models, link: EmulatedLink) -> dict[str, Quantity]:
     """Nothing measured yet: no cost anywhere but on the link."""
     unlimited = ("gpu.bandwidth", "gpu.compute", "host.bandwidth", "cpu.bandwidth", "cpu.compute")
     entries = {e: Quantity(ENDLESS if e in unlimited else 0.0, "assumed", "not told from fixed costs") for e in UNITS}
+    entries |= {e: Quantity(value, "assumed", source) for e, (value, source) in DEFAULTS.items()}
     entries["gpu.kernels_per_layer"] = Quantity(1.0, "measured", "one unit: all of a layer but its experts")
     shape, draft = models.pair.shape, models.pair.draft_shape
     if models.device.type == "cuda":

@@ -69,6 +69,9 @@ DEFAULTS: dict[str, tuple[float, str]] = {
     "host.pin_limit": (0.0, "default: 0, no limit known"),
 }
 
+# Bytes of a dense weight by the experts' type; where it is not told here, the dense part is stored like the experts.
+DENSE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "mxfp4": 2.0}
+
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
@@ -232,7 +235,7 @@ def rates_for(machine: Machine, shape: ModelShape, draft: DraftShape | None = No
         copy_bytes_ns=copy[1],
     )
     layer_bytes = (shape.dense_bytes - shape.embedding_bytes) / shape.layers
-    weight_bytes = 4 if shape.dtype == "float32" else 2
+    weight_bytes = DENSE_BYTES.get(shape.dtype, shape.expert_bytes / params)
     launch_ns = m["gpu.kernels_per_layer"] * m["gpu.launch"]
     return Rates(
         costs=costs,
