@@ -9,6 +9,8 @@ import numpy as np
 from ..traces.schema import Kind
 from .hss import RELEASE_COSTS, Planner, Schedule, release_schedule
 from .interface import Candidates, Demand, Forecast, Key, Policy, Setup, StepInfo, View, Where
+from .llamacpp import BackgroundInserts
+from .parts import VictimOrder, split
 
 
 def top_scores(demand: Demand, keep: int, experts: int) -> np.ndarray:
@@ -33,8 +35,11 @@ def top_scores(demand: Demand, keep: int, experts: int) -> np.ndarray:
     return scores
 
 
-class MrsScores:
-    """Minus-recent-score cache order: per layer S = alpha * TopP(s) + (1 - alpha) * S, the smallest S goes first."""
+class MrsScores(VictimOrder):
+    """Minus-recent-score cache order: per layer S = alpha * TopP(s) + (1 - alpha) * S, the smallest S goes first.
+
+    With alpha = 0 nothing ever scores, and the least recently used goes first.
+    """
 
     def __init__(self, layers: int, experts: int, alpha: float, keep: int) -> None:
         self.scores = np.zeros((layers, experts))
@@ -49,6 +54,12 @@ class MrsScores:
         rows = top_scores(demand, self._keep, self.scores.shape[1])
         seen = rows[0] if first_row else rows.mean(axis=0)
         self.scores[demand.layer] += self._alpha * (seen - self.scores[demand.layer])
+
+    def better(self, incoming: Key, victim: Key) -> bool:
+        return self._worth(incoming) > self._worth(victim)
+
+    def _worth(self, key: Key) -> tuple[float, int]:
+        return float(self.scores[key]), int(self._used[key])
 
     def ascending(self, layer: int, experts: Sequence[int]) -> list[int]:
         """Experts by (score, last use, id)."""
@@ -93,8 +104,8 @@ class _HybriMoe(Policy):
                 yield from (Key(layer, e) for e in sorted(order[:slots].tolist()))
 
 
-def _answer(schedule: Schedule, order: Sequence[int]) -> list[tuple[int, Where]]:
-    lanes = ((schedule.gpu, Where.GPU), (schedule.copies, Where.FETCH), (schedule.cpu, Where.CPU))
+def _answer(schedule: Schedule, order: Sequence[int], copied: Where = Where.FETCH) -> list[tuple[int, Where]]:
+    lanes = ((schedule.gpu, Where.GPU), (schedule.copies, copied), (schedule.cpu, Where.CPU))
     return [(order[i], where) for items, where in lanes for i in items]
 
 
@@ -110,6 +121,9 @@ class HybriMoe(_HybriMoe):
     known); a batch counts once, with the mean of its tokens' scores; experts that a forecast needs are not evicted for
     a prefetch of the same layer, and equal impacts go to the nearest layer. Times come from the machine's `Costs`, not
     from the paper's three-parameter model.
+    For ablations, in our reading: without `schedule` residents are the GPU's and all else the CPU's, and what was
+    missed comes in behind, if it outranks what it displaces; `cache` is "mrs", "lru", or "fixed", where nothing stays
+    that was missed, and a prefetch displaces the least recently used.
     """
 
     name: ClassVar[str] = "hybrimoe"
@@ -118,10 +132,14 @@ class HybriMoe(_HybriMoe):
     p: int = 0  # 0: twice top-k
     horizon: int = 3
     prefetch: bool = True
+    schedule: bool = True
+    cache: Literal["mrs", "lru", "fixed"] = "mrs"
     start: Literal["empty", "random", "first"] = "empty"
 
     def setup(self, setup: Setup) -> None:
-        self._start(setup, self.alpha, self.p)
+        self._start(setup, self.alpha if self.cache == "mrs" else 0.0, self.p)
+        self._behind = BackgroundInserts(self._mrs, setup.experts, frozen=False)
+        self._inserting: Key | None = None
         self._layer = -1
         self._ahead: dict[int, dict[int, int]] = {}
         self._dropped: set[Key] = set()
@@ -133,6 +151,7 @@ class HybriMoe(_HybriMoe):
 
     def step_begins(self, step: StepInfo) -> None:
         self._layer = -1
+        self._behind.step_begins(step)
         self._ahead.clear()
         self._best.clear()
 
@@ -145,14 +164,27 @@ class HybriMoe(_HybriMoe):
         self._layer = demand.layer
         self._ahead.pop(demand.layer, None)
         self._mrs.update(demand, first_row=False)
+        if not self.schedule:
+            if self.cache != "fixed":
+                self._behind.used(demand, view)
+            return split(demand, Where.CPU if self._setup.cpu else self._copied)
         resident, missing, coming = self._split(demand, view)
         load = demand.load()
         schedule = self._planner.plan(tuple(load[e] for e in resident), tuple(load[e] for e in missing), coming)
-        return _answer(schedule, resident + missing)
+        return _answer(schedule, resident + missing, self._copied)
+
+    @property
+    def _copied(self) -> Where:
+        return Where.STREAM if self.cache == "fixed" else Where.FETCH
 
     def next_fetch(self, view: View) -> Key | None:
-        if not self.prefetch or not self._ahead:
-            return None
+        key = self._most_saving(view) if self.prefetch and self._ahead else None
+        if key is None and not self.schedule:
+            key = self._inserting = self._behind.next_fetch(view)
+        return key
+
+    def _most_saving(self, view: View) -> Key | None:
+        """The absent expert of the next layers that would save most."""
         saved, key = 0, None
         for layer in range(self._layer + 1, self._layer + 1 + self.horizon):
             if layer in self._ahead:
@@ -195,7 +227,10 @@ class HybriMoe(_HybriMoe):
 
     def victim(self, incoming: Key, candidates: Candidates, view: View) -> Key | None:
         self._best.pop(incoming.layer, None)
-        return self._first_victim(incoming.layer, candidates, view, self._ahead.get(incoming.layer, ()))
+        victim = self._first_victim(incoming.layer, candidates, view, self._ahead.get(incoming.layer, ()))
+        if victim is not None and incoming == self._inserting and not self._mrs.better(incoming, victim):
+            return None
+        return victim
 
     def surrender(self, layer: int, candidates: Candidates, view: View) -> Key | None:
         self._best.pop(layer, None)
