@@ -16,23 +16,32 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..traces.errors import InputError
 from .clairvoyant import Min
+from .dali import Dali
 from .fiddler import Fiddler
+from .freetoken import FreeToken
 from .frequency import DecayedLfu, Lfru, Lfu, LfuInCache, Lrfu
+from .gates import GateLookahead
+from .governor import Governed
 from .hybrimoe import HybriMoe, HybriMoeRelease
+from .infinity import MoeInfinity, MoeInfinityRelease
 from .interface import Policy
 from .kt import KtDynamic, KtFrequency, KtFront, KtRandom, KtUniform
 from .llamacpp import LlamacppCache, NCpuMoe
 from .lookahead import Lookahead, OracleWindow
 from .placement import Hindsight
+from .promoe import ProMoe
 from .queues import S3Fifo, Slru
 from .recency import ArLru, Fifo, LeastStale
 from .spac import MoeSpac, MoeSpacRelease
+from .speq import MoeSpeq
+from .spmoe import SpMoe
 from .static import Static
 
 OWN: tuple[type[Policy], ...] = (
     *(NCpuMoe, Static, KtUniform, KtFront, KtRandom, KtFrequency, KtDynamic, Fiddler),
     *(ArLru, Fifo, Lfu, LfuInCache, Lfru, DecayedLfu, Lrfu, LeastStale, Slru, S3Fifo, LlamacppCache),
-    *(HybriMoe, HybriMoeRelease, MoeSpac, MoeSpacRelease),
+    *(HybriMoe, HybriMoeRelease, FreeToken, Dali, MoeSpac, MoeSpacRelease, Governed),
+    *(GateLookahead, MoeInfinity, MoeInfinityRelease, ProMoe, SpMoe, MoeSpeq),
     *(Hindsight, Lookahead, Min, OracleWindow),
 )
 GROUP = "moe_spac.policies"  # entry points by which other packages offer policies

@@ -1,6 +1,5 @@
 """Clairvoyant policies that see a little of the future: what is a forecast worth as a reason to evict?"""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -11,6 +10,7 @@ from .future import NEVER, Future
 from .interface import Demand, Key, Scope, Setup, StepInfo, View
 from .orders import BestFirst
 from .parts import Composed, IfBetter, Parts, Prefetcher
+from .predictors import check_share, spoiled, uses
 
 SEEN = float(1 << 40)  # above every rank of what is not foreseen, and small enough for exact sums of event numbers
 Beyond = Literal["lru", "lfru"]
@@ -81,25 +81,14 @@ def noisy(future: Future, layers: int, experts: int, recall: float, garble: bool
     needs: dict[tuple[int, int], list[int]] = {}  # by (step, layer)
     for layer in range(layers):
         for expert in range(experts):
-            for step in _uses(future, Key(layer, expert)):
+            for step in uses(future, Key(layer, expert)):
                 needs.setdefault((step, layer), []).append(expert)
     forecast = Future(layers, experts)
     for step, layer in sorted(needs):
-        needed = np.array(needs[step, layer])
-        seen = needed[rng.random(len(needed)) < recall]
-        if garble:
-            others = rng.permutation(np.setdiff1d(np.arange(experts), needed))
-            seen = np.concatenate([seen, others[: len(needed) - len(seen)]])
-        for expert in seen.tolist():
+        seen = spoiled(np.array(needs[step, layer]), experts, recall, None if garble else 1.0, rng)
+        for expert in np.concatenate(seen).tolist():
             forecast.add(Key(layer, expert), step)
     return forecast
-
-
-def _uses(future: Future, key: Key) -> Iterator[int]:
-    step = future.next_use(key, -1)
-    while step != NEVER:
-        yield step
-        step = future.next_use(key, step)
 
 
 @dataclass
@@ -123,7 +112,7 @@ class Lookahead(Composed):
     def __post_init__(self) -> None:
         if self.ahead is not None and self.ahead < 0:
             raise ValueError("ahead must be at least 0, or none for the whole future")
-        _check_recall(self.recall)
+        check_share("recall", self.recall)
 
     def parts(self, setup: Setup) -> Parts:
         order = Foreseen(self.ahead, self.beyond, self.recall, self.garble)
@@ -179,14 +168,9 @@ class OracleWindow(Composed):
     garble: bool = True
 
     def __post_init__(self) -> None:
-        _check_recall(self.recall)
+        check_share("recall", self.recall)
 
     def parts(self, setup: Setup) -> Parts:
         order = Foreseen(None, self.beyond, self.recall, self.garble, within_step=True)
         ahead = [InThisStep(order)] if self.prefetch else []
         return Parts(order, IfBetter(order), prefetch=ahead, dispatch=BestFirst(order))
-
-
-def _check_recall(recall: float) -> None:
-    if not 0 <= recall <= 1:
-        raise ValueError("recall must be 0 to 1")

@@ -64,7 +64,7 @@ def test_parameters_take_the_types_of_the_fields():
     ("spec", "says"),
     [
         ("ar-lur", "did you mean ar-lru.*hybrimoe"),
-        ("nothing-like-it", "There are: ar-lru, decayed-lfu"),
+        ("nothing-like-it", "There are: ar-lru, dali"),
         ("ar-lru:scop=global", "did you mean scope"),
         ("ar-lru:scope=both", "one of layer, global"),
         ("moe-spac:k=five", "whole number"),
