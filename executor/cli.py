@@ -58,12 +58,17 @@ def generate(
         bool, typer.Option("--check", help="Compare the tokens with transformers' own greedy ones.")
     ] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end token.")] = False,
+    allow_lossy: Annotated[
+        bool, typer.Option("--allow-lossy", help="Also run a policy that changes the model's output.")
+    ] = False,
     dtype: Dtype = "float32",
     device: Device = None,
     json: AsJson = False,
 ) -> int:
     """Generate text with the target's experts in slots, moved as the policy says, and print what it took."""
     chosen_policy, chosen = policy_of(policy)
+    if not (chosen_policy.lossless or allow_lossy):
+        raise InputError(f"--policy {policy}: this policy changes the model's output; run it with --allow-lossy")
     if clock not in ("real", "virtual"):
         raise InputError(f"--clock {clock}: unknown; choose real or virtual")
     if check and temperature > 0:

@@ -86,3 +86,13 @@ def test_bad_input_is_named(words, said, pair):
 def test_link_rates_need_a_unit(rate, pair, tmp_path):
     with pytest.raises(InputError, match=r"--link-bandwidth.*100MB/s"):
         call("calibrate", "-o", tmp_path / "m.toml", *pair, "--link-bandwidth", rate)
+
+
+def test_what_changes_the_output_must_be_allowed(pair, tmp_path):
+    (tmp_path / "lossy.py").write_text(
+        "from moe_spac.policies.interface import Policy\nclass Lossy(Policy):\n    name = 'lossy'\n    lossless = False\n"
+    )
+    words = ("generate", "the expert", "--clock", "virtual", *pair, "--max-new-tokens", 2)
+    with pytest.raises(InputError, match="--allow-lossy"):
+        call(*words, "--policy", f"{tmp_path}/lossy.py:Lossy")
+    call(*words, "--policy", f"{tmp_path}/lossy.py:Lossy", "--allow-lossy")
