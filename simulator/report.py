@@ -16,6 +16,7 @@ from typing import Any
 from ..traces.console import say, show_table, warn
 from ..traces.errors import InputError
 from ..traces.schema import Header, Provenance
+from .capacity import FITS, card_with
 from .compare import AR, SD, Job, Outcome, verdicts, winner
 from .metrics import BOTTLENECKS, INACTIVE, OK, TOO_FEW, UNROUTED
 from .prefetch_metrics import layer_rows
@@ -67,9 +68,19 @@ def lines(job: Job, name: str, outcomes: Sequence[Outcome], layers: int) -> list
         first, *rest = _size_lines(job, outcomes, slots)
         said += [
             f"{share_of(slots, layers)} slots a layer ({slots / layers / top_k:.3g}x top-k): {first}",
-            *(f"  {r}" for r in rest),
+            *(f"  {r}" for r in [*rest, *_beyond_the_card(job, outcomes, slots)]),
         ]
     return said
+
+
+def _beyond_the_card(job: Job, outcomes: Sequence[Outcome], slots: int) -> list[str]:
+    """A warning if slots that were asked for do not fit a real card beside everything else."""
+    machine, header = job.machine, job.source.view(outcomes[0].mode).header
+    if machine.quantities["gpu.vram"].basis == "emulated":
+        return []
+    context = max(load.context for load in job.loads.values())
+    card = card_with(slots, machine, header.target, header.draft, context, job.pooled)
+    return [] if card.status == FITS else [f"{card.status}: {card.words}"]
 
 
 def _bad(o: Outcome) -> str:

@@ -105,7 +105,7 @@ def test_lines_say_where_the_numbers_are_from_and_what_they_mean(compared):
     job, outcomes = compared
     said = lines(job, "t", outcomes, 2)
     assert said[0].startswith(
-        "t: recorded trace of tiny; simulated machine rtx4090-pcie4 (20 of its 25 entries assumed"
+        "t: recorded trace of tiny; simulated machine rtx4090-pcie4 (22 of its 25 entries assumed"
     )
     assert any("Broken failed: policy Broken, step" in line for line in said)
     assert sum("wins with" in line for line in said) == 2

@@ -290,3 +290,10 @@ def test_ctrl_c_is_130_and_leaves_no_files(sim, tmp_path, monkeypatch):
     code, out, _ = sim("run", "t.spac", *FAST)
     assert (code, out) == (130, "")
     assert not (tmp_path / "runs").exists()
+
+
+def test_slots_that_no_card_has_are_named(sim):
+    said = sim("run", "gpt-oss-20b", "--machine", "rtx4060-laptop", "--slots", "8,32", "--limit-steps", "4", *FAST)[1]
+    said = " ".join(said.split())
+    assert "VRAM_EXCEEDED: 32 slots a layer take" in said
+    assert said.count("VRAM_EXCEEDED") == 1
