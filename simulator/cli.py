@@ -3,6 +3,7 @@
 import typer
 
 from ..traces.console import run_app
+from .cli_ablate import ablate
 from .cli_fit import fit
 from .cli_machines import machines
 from .cli_metrics import metrics
@@ -19,6 +20,7 @@ app = typer.Typer(
 
 app.command("run")(run)
 app.command("sweep")(sweep)
+app.command("ablate")(ablate)
 app.command("fit")(fit)
 app.command("validate")(validate)
 app.command("machines")(machines)
