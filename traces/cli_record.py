@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .console import say, show_json, show_size, show_table
 from .errors import InputError
@@ -112,19 +112,20 @@ def _stoppable() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def _progress(tokens: int) -> Iterator[Callable[[int], None]]:
-    """A bar with tokens/s on a terminal; nothing in a pipe."""
+def _progress(tokens: int) -> Iterator[Callable[[int, int], None]]:
+    """A bar with tokens/s and the time left on a terminal; nothing in a pipe."""
     console = Console(stderr=True)
-    columns = (TextColumn("recording"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeElapsedColumn())
+    columns = (TextColumn("recording"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("", total=tokens, rate="")
-        begin, done = time.monotonic(), 0
+        begin, read, done = time.monotonic(), 0, 0
 
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
+        def advance(prompt: int, new: int) -> None:
+            nonlocal read, done
+            read, done = read + prompt, done + new
             rate = done / max(time.monotonic() - begin, 1e-9)
-            bar.update(task, completed=done, rate=f"{done}/{tokens} tokens, {rate:.1f}/s")
+            shown = f"{done}/{tokens} tokens, {rate:.1f}/s, {read} of prompts"
+            bar.update(task, completed=done, rate=shown)
 
         yield advance
 

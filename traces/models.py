@@ -155,7 +155,7 @@ def check_tokenizers(target: Source, draft: Source) -> None:
 
 
 def check_rollback(target: Source, draft: Source) -> None:
-    """Raise InputError if a cache of the two cannot forget refused drafts: recurrent layers keep only the last state."""
+    """Raise InputError if a cache of the two cannot forget refused drafts: recurrent layers keep one state."""
     for source, role in ((target, "target"), (draft, "draft")):
         layers = DynamicCache(config=source.config.get_text_config()).layers
         stuck = sum(not layer.is_croppable for layer in layers)

@@ -134,16 +134,16 @@ class RouterRecorder(Observer):
         def hook(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
             _, ids, weights = args
             layer = self._layers[order] = Layer(ids, weights)
-            if self.scores:
-                layer.ranked = self.routers.ranking(self._asked[order])
-            if self.lookahead:
-                layer.ahead = self._ahead(order)
+            if self.scores or self.lookahead:
+                asked = self._asked.pop(order)  # it holds hidden states, which are large in prefill
+                layer.ranked = self.routers.ranking(asked) if self.scores else None
+                layer.ahead = self._ahead(order, asked.args[0]) if self.lookahead else None
 
         return hook
 
-    def _ahead(self, order: int) -> torch.Tensor:
+    def _ahead(self, order: int, hidden: torch.Tensor) -> torch.Tensor:
         """[n, J, k]: what the gates of the next layers say of this layer's gate input; the last one repeats."""
-        hidden, last = self._asked[order].args[0], len(self.blocks) - 1
+        last = len(self.blocks) - 1
         choices: dict[int, torch.Tensor] = {}
         for later in (min(order + j, last) for j in range(1, self.lookahead + 1)):
             if later not in choices:
@@ -166,6 +166,7 @@ class DraftRecorder(RouterRecorder):
         self._passes: list[tuple[Kind, list[int], int, dict[int, Layer]]] = []
 
     def draft_begins(self, kind: Kind, tokens: Sequence[int], position: int) -> None:
+        self._write_prefill()
         self._layers = {}
         self._passes.append((kind, list(tokens), position, self._layers))
 
@@ -173,16 +174,19 @@ class DraftRecorder(RouterRecorder):
         self._layers = {}  # the target may be the same model
 
     def step_ends(self, accepted: int, emitted: Sequence[int]) -> None:
-        passes, self._passes = self._passes, []
-        for kind, ids, position, layers in passes:
-            if kind is Kind.PREFILL:
-                self._write_rows(kind, ids, position, 0, 0, [layers])
-        drafting = [p for p in passes if p[0] is Kind.DECODE]
+        self._write_prefill()
+        drafting, self._passes = self._passes, []
         if drafting:
             ids = [token for _, tokens, _, _ in drafting for token in tokens]
             drafts = len(drafting) - 1
             kind = Kind.VERIFY if len(ids) > 1 else Kind.DECODE
             self._write_rows(kind, ids, drafting[0][2], drafts, min(accepted, drafts), [p[3] for p in drafting])
+
+    def _write_prefill(self) -> None:
+        """Write the last pass at once where it only read text, so that a long prompt does not pile up."""
+        if self._passes and self._passes[-1][0] is Kind.PREFILL:
+            kind, ids, position, layers = self._passes.pop()
+            self._write_rows(kind, ids, position, 0, 0, [layers])
 
     def _write_rows(
         self, kind: Kind, ids: list[int], first: int, drafts: int, accepted: int, passes: list[dict[int, Layer]]
@@ -196,11 +200,12 @@ class Session(Observer):
     """The loop's observer: tells the target's recorder and the draft's, can be stopped, and tells how far it is."""
 
     def __init__(
-        self, recorders: Sequence[RouterRecorder], stop: Callable[[], bool], progress: Callable[[int], None]
+        self, recorders: Sequence[RouterRecorder], stop: Callable[[], bool], progress: Callable[[int, int], None]
     ) -> None:
         self.recorders = recorders
         self._stop = stop
         self._progress = progress
+        self._read = 0
 
     @contextmanager
     def watching(self, sequence: int, turn: int) -> Iterator[None]:
@@ -218,29 +223,14 @@ class Session(Observer):
             recorder.draft_begins(kind, tokens, position)
 
     def step_begins(self, kind: Kind, tokens: np.ndarray, positions: np.ndarray, drafted: np.ndarray) -> None:
+        self._read = len(tokens) if kind is Kind.PREFILL else 0
         for recorder in self.recorders:
             recorder.step_begins(kind, tokens, positions, drafted)
 
     def step_ends(self, accepted: int, emitted: Sequence[int]) -> None:
         for recorder in self.recorders:
             recorder.step_ends(accepted, emitted)
-        self._progress(len(emitted))
-
-
-@dataclass(slots=True)
-class Files:
-    """The open trace files of one recording and the recorders that fill them: the target's, then the draft's if any."""
-
-    writers: list[TraceWriter]
-    recorders: list[RouterRecorder]
-
-    def flush(self) -> None:
-        for writer in self.writers:
-            writer.flush()
-
-    def close(self, interrupted: bool) -> None:
-        for writer in self.writers:
-            writer.close(interrupted=interrupted)
+        self._progress(self._read, len(emitted))
 
 
 def record(
@@ -255,13 +245,14 @@ def record(
     draft_out: str | Path | None = None,
     compare: bool = False,
     stop: Callable[[], bool] = lambda: False,
-    progress: Callable[[int], None] = lambda tokens: None,
+    progress: Callable[[int, int], None] = lambda read, written: None,
 ) -> Summary:
     """Run every prompt, one after another, and write the trace `out` as it goes.
 
     Sequence i samples with seed `options.seed + i`. `draft_out` takes the routing of a draft with experts, see
     `DraftRecorder`. `compare` runs plain greedy decoding as well and reports where it differs. `stop` is asked before
-    every forward pass; `progress` is told of new tokens. Raises InputError: a prompt too long for the model, a file
+    every forward pass; `progress` is told after each step how many prompt
+    tokens it read and how many new ones it gave. Raises InputError: a prompt too long for the model, a file
     that cannot be written, a pair that cannot speculate, gates that do not give `scores` or `lookahead`.
     """
     turns = [encode(pair.tokenizer, prompt) for prompt in prompts]
@@ -270,36 +261,37 @@ def record(
     summary = Summary(compared=compare)
     begin = monotonic()
     with ExitStack() as stack:
-        files = _open(pair, out, draft_out, header, scores, stack)
-        session = Session(files.recorders, stop, progress)
+        streams = _open(pair, out, draft_out, header, scores, stack)
+        session = Session([recorder for recorder, _ in streams], stop, progress)
         for index, (prompt, ids) in enumerate(zip(prompts, turns, strict=True)):
             own = replace(options, seed=options.seed + index)
             _run(pair, prompt, ids, index, own, session, summary)
-            files.flush()
+            for _, writer in streams:
+                writer.flush()
             if summary.interrupted:
                 break
-        summary.rows = files.writers[0].tokens
-        files.close(summary.interrupted)
+        summary.rows = streams[0][1].tokens
+        for _, writer in streams:
+            writer.close(interrupted=summary.interrupted)
     summary.seconds = monotonic() - begin
     return summary
 
 
 def _open(
     pair: Pair, out: str | Path, draft_out: str | Path | None, header: Header, scores: bool, stack: ExitStack
-) -> Files:
-    """Files and recorders. No file is touched before all gates have been found readable."""
-    streams: list[tuple[type[RouterRecorder], Any, Header, str | Path]] = [(RouterRecorder, pair.target, header, out)]
+) -> list[tuple[RouterRecorder, TraceWriter]]:
+    """The target's stream and the draft's if it has one. No file is touched before all gates are found readable."""
+    wanted: list[tuple[type[RouterRecorder], Any, Header, str | Path]] = [(RouterRecorder, pair.target, header, out)]
     if draft_out is not None:
         about = replace(header, target=_draft_shape(pair), draft=None, notes=DRAFT_NOTE)
-        streams.append((DraftRecorder, pair.draft, about, draft_out))
+        wanted.append((DraftRecorder, pair.draft, about, draft_out))
     ahead = header.lookahead
-    routers = [read_routers(m, moe_blocks(m), h.target.experts, scores, ahead > 0) for _, m, h, _ in streams]
-    files = Files([], [])
-    for (kind, model, about, path), read in zip(streams, routers, strict=True):
+    routers = [read_routers(m, moe_blocks(m), h.target.experts, scores, ahead > 0) for _, m, h, _ in wanted]
+    streams = []
+    for (kind, model, about, path), read in zip(wanted, routers, strict=True):
         writer = stack.enter_context(TraceWriter(path, replace(about, scores=read.scores)))
-        files.writers.append(writer)
-        files.recorders.append(kind(model, about.target, _saving(writer), scores, ahead, read))
-    return files
+        streams.append((kind(model, about.target, _saving(writer), scores, ahead, read), writer))
+    return streams
 
 
 def _draft_shape(pair: Pair) -> ModelShape:

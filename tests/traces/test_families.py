@@ -202,7 +202,7 @@ def test_dense_layers_are_kept_apart(family, layers):
 
 @pytest.mark.parametrize("family", NINE)
 def test_the_fit_helper_counts_the_same_from_the_configuration(family):
-    """Two independent ways to sizes; the helper leaves out small vectors inside attention, 1 % or so of these tiny ones."""
+    """Two independent ways to sizes; the helper leaves out vectors inside attention, 1 % or so of models this small."""
     config = family_config(family)
     shape, size = model_shape(config, family), count(config.to_dict(), family, "config.json")
     assert (size.layers, size.moe_layers, size.experts, size.top_k) == (3, shape.moe_layers, 8, 2)

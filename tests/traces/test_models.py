@@ -79,6 +79,34 @@ def test_dense_target_is_refused(tiny_draft):
         load_pair(tiny_draft)
 
 
+def test_family_outside_the_experts_registry_is_refused():
+    from transformers import Llama4TextConfig
+
+    config = Llama4TextConfig(
+        vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=16, intermediate_size_mlp=16, num_local_experts=4,
+    )  # fmt: skip
+    with pytest.raises(InputError, match="Llama4TextExperts is outside the experts registry"):
+        model_shape(config, "t")
+
+
+@pytest.mark.parametrize(
+    ("fields", "bytes_a_token"),
+    [
+        # DeepSeek-V3: 61 layers keep a vector of 512 and a rotary key of 64 (arXiv 2412.19437, section 4.2)
+        ({"model_type": "deepseek_v3", "num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, 70_272),
+        # gpt-oss-20b: 12 of 24 layers attend to everything, 8 heads of 64 (its model card)
+        ({"model_type": "gpt_oss", "num_hidden_layers": 24, "num_key_value_heads": 8, "head_dim": 64}, 24_576),
+    ],
+)
+def test_keys_and_values_of_published_models(fields, bytes_a_token):
+    from transformers import AutoConfig
+
+    from moe_spac.traces.models import _kv_numbers
+
+    assert _kv_numbers(AutoConfig.for_model(**fields)) * 2 == bytes_a_token
+
+
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder"])
 def test_missing_folder(name):
     with pytest.raises(InputError, match=f"--target {name}: no such folder"):

@@ -1,5 +1,7 @@
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,6 +65,28 @@ def test_table_for_people(call, two, tmp_path, tiny_target):
         assert word in text
 
 
+def test_the_two_streams_go_to_two_files(call, tmp_path):
+    out = tmp_path / "t.spac"
+    code, _, err = call("-o", out, "--draft-out", out)
+    assert (code, out.exists()) == (2, False)
+    assert "the target's trace goes there" in err
+
+
+def test_a_draft_with_experts_through_the_command(call, two, tmp_path, tiny_target):
+    """With itself as draft every proposal is kept, at every position, and both streams rank by logits."""
+    out, draft_out = tmp_path / "t.spac", tmp_path / "d.spac"
+    args = ("--target", tiny_target, "--draft", tiny_target, "--prompts", two, "--max-new-tokens", 9, "--json")
+    code, text, _ = call("-o", out, "--draft-out", draft_out, *args, "--scores", "full", "--draft-length", 2)
+    assert code == 0
+    facts = json.loads(text)
+    assert facts["acceptance_by_position"] == [1.0, 1.0]
+    assert facts["draft_probability"]["refused"] is None
+    assert 0 < facts["draft_probability"]["kept"] <= 1
+    for path in (out, draft_out):
+        trace = open_trace(path)
+        assert (trace.header.scores, trace.summary().state) == ("logit", "complete")
+
+
 def test_require_exact_fails_on_a_difference(call, two, tmp_path, tiny_target, tiny_draft, monkeypatch):
     """A real difference is made by recording from a text that the plain run does not write."""
     from moe_spac.traces import recorder
@@ -91,6 +115,8 @@ def test_require_exact_fails_on_a_difference(call, two, tmp_path, tiny_target, t
         (["--prompts", "dramma"], "did you mean drama?"),
         (["--target", "./nowhere"], "no such folder"),
         (["--draft-length", "0"], "--draft-length"),
+        (["--draft-out", "/no/such/folder/d.spac"], "--draft-out /no/such/folder/d.spac: no such folder"),
+        (["--draft-out", "d.spac", "--draft", "none"], "--draft-out: the draft (none) has no routed experts"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(call, tmp_path, args, words):
@@ -126,8 +152,8 @@ def test_ctrl_c_while_decoding(call, tmp_path, tiny_target, tiny_draft, two):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t.spac", "two.txt"]
 
 
-def test_ctrl_c_in_a_long_prefill(tmp_path, tiny_target):
-    """O14 with the prompt in chunks, in a process of its own."""
+def test_ctrl_c_in_a_long_prefill_on_a_terminal(tmp_path, tiny_target):
+    """O14 with the prompt in chunks, in a process of its own, whose terminal shows how far it is until then."""
     prompt, out = tmp_path / "long.txt", tmp_path / "t.spac"
     prompt.write_text("the expert that the router chose " * 1000, encoding="utf-8")
     program = (
@@ -136,13 +162,20 @@ def test_ctrl_c_in_a_long_prefill(tmp_path, tiny_target):
     )
     options = ["--target", str(tiny_target), "--prompts", str(prompt), "--prefill-chunk", "16", "--scores", "full"]
     command = [sys.executable, "-c", program, "-o", str(out), *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and (not out.exists() or out.stat().st_size < 8_000):
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "interrupted" in err
+    master, slave = os.openpty()
+    terminal = os.environ | {"TERM": "xterm", "COLUMNS": "160"}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=slave, env=terminal)
+    os.close(slave)
+    shown, asked = b"", False
+    with contextlib.suppress(OSError):  # the terminal ends with the process
+        while part := os.read(master, 65536):
+            shown += part
+            if not asked and re.search(rb"0/64 tokens, 0\.0/s, \d+ of prompts", shown) and out.stat().st_size > 8_000:
+                process.send_signal(signal.SIGINT)
+                asked = True
+    os.close(master)
+    assert process.wait(timeout=60) == 130
+    assert b"interrupted" in shown
     trace = open_trace(out)
     assert trace.summary().state == "interrupted"
     assert {s.kind for s in trace.steps()} == {"prefill"}

@@ -1,15 +1,18 @@
+import math
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from tiny import save_tiny_target, tiny_config
+from tiny import family_model, save_tiny_target, save_tiny_tokenizer, tiny_config
 
 from moe_spac.traces.errors import InputError
 from moe_spac.traces.models import load_pair, moe_blocks
-from moe_spac.traces.prompts import Prompt
+from moe_spac.traces.prompts import Prompt, encode
 from moe_spac.traces.reader import open_trace
 from moe_spac.traces.recorder import RouterRecorder, find_difference, record
+from moe_spac.traces.routers import half_scores
 from moe_spac.traces.schema import Kind, Provenance
 from moe_spac.traces.speculate import Options, Speculation
 
@@ -100,16 +103,17 @@ def test_scores_give_the_ids_back(whole):
         assert np.array_equal(np.sort(top, -1), np.sort(step.experts, -1))
 
 
-def test_scores_keep_the_choice_where_half_precision_would_lose_it(pair):
-    from moe_spac.traces.recorder import _half_scores
-
+@pytest.mark.parametrize("ids", [[2, 3], [2, 1], [3, 1]])
+def test_scores_keep_the_choice_where_half_precision_would_lose_it(ids):
     near = torch.tensor([[1.0, 2.0, 2.0001, 2.00005]])  # ids 1..3 are one number in float16
-    for ids in ([2, 3], [2, 1]):
-        stored = _half_scores([near], torch.tensor([[ids]]))
-        assert stored is not None
-        exact = set(np.argsort(-stored[0, 0])[:2].tolist())
-        assert exact == set(ids) if ids == [2, 3] else True  # the second choice is not the logits' and stays as it is
-        np.testing.assert_allclose(stored[0, 0], near[0].numpy(), rtol=2e-3)
+    stored = half_scores(near, torch.tensor([ids]))
+    assert set(np.argsort(-stored[0])[:2].tolist()) == set(ids)
+    np.testing.assert_allclose(stored[0], near[0].numpy(), rtol=2e-3)
+
+
+def test_scores_that_do_not_give_the_choice_are_refused():
+    with pytest.raises(InputError, match="not the top-k of its scores"):
+        half_scores(torch.tensor([[1.0, 2.0, 2.1, 2.2]]), torch.tensor([[2, 1]]))
 
 
 def test_lookahead_is_the_next_gates_opinion(whole, pair):
@@ -168,6 +172,10 @@ def test_rejected_rows_stay_and_are_marked(pair):
     assert verify.drafted.tolist() == [False, True, True, True]
     assert verify.kept.tolist() == [True, True, True, False]
     assert result.tokens[:3] == plain
+    assert (result.drafted_at[0], result.accepted_at[:3]) == (result.verifies, [1, 1, 0])
+    one = math.exp(1) / (math.exp(1) + 319)  # the script's logits are 1 for its token and 0 for 319 others
+    assert result.sure_kept == pytest.approx(2 * one)
+    assert result.sure_refused == pytest.approx((result.drafted - 2) * one)
 
 
 def test_hooks_are_gone_afterwards(pair):
@@ -177,7 +185,7 @@ def test_hooks_are_gone_afterwards(pair):
     before = hooks()
     recorder = RouterRecorder(pair.target, pair.shape, lambda step: None, scores=True)
     with recorder.watching():
-        assert sum(hooks()) == sum(before) + 2 * 2
+        assert sum(hooks()) == sum(before) + 2 * 3  # two layers: before experts, before and after the gate
     assert hooks() == before
 
 
@@ -244,11 +252,118 @@ def test_prompt_longer_than_the_model(pair, tmp_path):
         record(pair, [replace(PROMPTS[1], turns=("word " * 20_000,))], tmp_path / "t", Options(4))
 
 
-def test_turns_are_marked(pair, tmp_path):
-    chat = Prompt("c", "", ("How many?", "And now?"), chat=True)
-    summary = record(pair, [chat], tmp_path / "t.spac", Options(5, 2), compare=True)
-    steps = list(open_trace(tmp_path / "t.spac").steps())
-    assert sorted({s.turn for s in steps}) == [0, 1]
+@pytest.fixture
+def chat(pair, tmp_path):
+    """Three turns, recorded (O45)."""
+    prompt = Prompt("c", "", ("How many?", "And now?", "Why?"), chat=True)
+    summary = record(pair, [prompt], tmp_path / "t.spac", Options(5, 2), compare=True)
+    return encode(pair.tokenizer, prompt), summary, open_trace(tmp_path / "t.spac")
+
+
+def test_turns_are_marked_and_no_prefix_runs_twice(chat):
+    turns, summary, trace = chat
+    steps = list(trace.steps())
+    assert [s.turn for s in steps] == sorted(s.turn for s in steps)
+    assert {s.turn for s in steps} == {0, 1, 2}
     assert kept_rows(steps, 0, "tokens").tolist() == summary.texts[0][:-1]
-    assert summary.new_tokens == 10
+    assert kept_rows(steps, 0, "positions").tolist() == list(range(len(summary.texts[0]) - 1))
+    read = [sum(len(s) for s in steps if s.turn == t and s.kind is Kind.PREFILL) for t in range(3)]
+    # A turn reads its own words: the first all but its last, a later one also the answer's last token before it.
+    assert read == [len(turns[0]) - 1, len(turns[1]), len(turns[2])]
+    assert trace.header.sequences[0]["prompt_tokens"] == sum(map(len, turns))
+
+
+def test_turns_write_what_a_fresh_run_over_the_history_writes(pair, chat):
+    turns, summary, _ = chat
+    history: list[int] = []
+    for ids in turns:
+        history += ids
+        history += Speculation(pair.target, None, Options(5)).generate(history).tokens
+    assert history == summary.texts[0]
     assert summary.differences == []
+
+
+@pytest.fixture(scope="module")
+def both(tiny_target, tmp_path_factory):
+    """A draft with experts of its own, and two recordings: with its stream and without."""
+    folder = tmp_path_factory.mktemp("both")
+    draft = save_tiny_target(folder / "d", num_experts=6, num_hidden_layers=3, mlp_only_layers=[1])
+    pair = load_pair(tiny_target, draft)
+    record(pair, PROMPTS, folder / "alone.spac", Options(12, 3))
+    summary = record(pair, PROMPTS, folder / "t.spac", Options(12, 3), draft_out=folder / "d.spac", scores=True)
+    return pair, summary, *(open_trace(folder / f"{name}.spac") for name in ("alone", "t", "d"))
+
+
+def test_a_draft_with_experts_stays_out_of_the_targets_trace(both):
+    """vllm#48622."""
+    _, summary, alone, target, _ = both
+    assert summary.total("drafted") > 20
+    for ours, theirs in zip(target.steps(), alone.steps(), strict=True):
+        assert np.array_equal(ours.experts, theirs.experts)
+        assert np.array_equal(ours.tokens, theirs.tokens)
+    assert target.header.target.experts == 8
+
+
+def test_the_drafts_stream_is_the_drafts_routing(both):
+    """Kept rows against a plain forward of the draft over the text."""
+    pair, summary, _, _, stream = both
+    assert (stream.header.target.experts, stream.header.target.moe_layers) == (6, (0, 2))
+    assert stream.header.draft is None
+    assert "Routing of the draft" in stream.header.notes
+    steps = list(stream.steps())
+    for sequence, text in enumerate(summary.texts):
+        tokens = kept_rows(steps, sequence, "tokens").tolist()
+        assert kept_rows(steps, sequence, "positions").tolist() == list(range(len(tokens)))
+        assert tokens == text[: len(tokens)]
+        assert len(tokens) > len(text) - 5
+        ids = routing_of(pair.draft, tokens).softmax(-1).topk(2).indices.permute(1, 0, 2)
+        assert np.array_equal(kept_rows(steps, sequence, "experts"), ids.numpy())
+
+
+def test_the_drafts_rounds_stand_beside_the_verify_steps(both):
+    """Every row of a round after its unread text is a row of the verify step: same token, same position."""
+    _, _, _, target, stream = both
+    rounds = [s for s in stream.steps() if s.kind is not Kind.PREFILL]
+    verifies = [s for s in target.steps() if s.kind is Kind.VERIFY]
+    assert len(rounds) == len(verifies)
+    for ours, theirs in zip(rounds, verifies, strict=True):
+        shared = theirs.positions[:-1]  # the last draft is not read by the draft itself
+        assert (ours.sequence, ours.positions[-1]) == (theirs.sequence, shared[-1])
+        assert np.array_equal(ours.positions[-len(shared) :], shared)
+        assert np.array_equal(ours.tokens[-len(shared) :], theirs.tokens[:-1])
+        assert ours.accepted == min(theirs.accepted, len(shared) - 1)
+
+
+def test_dense_draft_has_no_stream(pair, tmp_path):
+    with pytest.raises(InputError, match=r"--draft-out: the draft .* has no routed experts"):
+        record(pair, PROMPTS, tmp_path / "t", Options(4), draft_out=tmp_path / "d")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recurrent")
+    family_model("qwen3_next").save_pretrained(folder)
+    save_tiny_tokenizer(folder)
+    return folder
+
+
+def test_recurrent_target_is_recorded_without_a_draft(recurrent, tmp_path):
+    pair = load_pair(recurrent, "none")
+    summary = record(pair, PROMPTS[:1], tmp_path / "t.spac", Options(6, prefill_chunk=7), scores=True, lookahead=1)
+    trace = open_trace(tmp_path / "t.spac")
+    assert trace.summary().state == "complete"
+    assert kept_rows(trace.steps(), 0, "tokens").tolist() == summary.texts[0][:-1]
+    assert (trace.header.target.moe_layers, trace.header.scores) == ((0, 1, 2), "logit")
+
+
+def test_recurrent_model_is_refused_for_speculation_before_weights_are_read(
+    recurrent, tiny_target, tiny_draft, tmp_path
+):
+    shutil.copytree(recurrent, tmp_path / "t")
+    (tmp_path / "t" / "model.safetensors").unlink()
+    reason = r"2 of 3 layers with linear attention .* cannot be rolled back .* use --draft none"
+    with pytest.raises(InputError, match=r"--draft: the target .* " + reason):
+        load_pair(tmp_path / "t", tiny_draft)
+    with pytest.raises(InputError, match=r"--draft: the draft .* " + reason):
+        load_pair(tiny_target, tmp_path / "t")

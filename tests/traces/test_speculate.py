@@ -1,7 +1,10 @@
+import itertools
 import math
+from collections import Counter
 
 import pytest
 import torch
+from tiny import tiny_config
 
 from moe_spac.traces.errors import InputError
 from moe_spac.traces.models import load_pair
@@ -251,6 +254,62 @@ def test_sampled_loop_follows_the_target(pair, prompt):
     degrees = int((expected > 0).sum()) - 1
     chi2 = float((((seen - expected) ** 2) / expected.clamp(min=1e-9))[expected > 0].sum())
     assert chi2 < degrees + 4 * math.sqrt(2 * degrees)  # about 4 standard deviations
+
+
+class Chain(torch.nn.Module):
+    """A model of three tokens whose next one depends on the last alone: row i of `logits` is what follows token i."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits, self.config, self.device = torch.tensor(logits), tiny_config(vocab_size=3), "cpu"
+
+    def forward(self, input_ids, cache, **rest):
+        empty = torch.zeros(1, 2, input_ids.shape[1], 1)
+        cache.update(empty, empty, 0)
+        return type("Out", (), {"logits": self.logits[input_ids]})
+
+
+def law(logits, temperature, top_p):
+    """Next-token probabilities of one row in plain Python: softmax, then the smallest top set with mass `top_p`."""
+    weights = [math.exp(x / temperature) for x in logits]
+    probs = [w / sum(weights) for w in weights]
+    kept, mass = [0.0] * len(probs), 0.0
+    for token in sorted(range(len(probs)), key=lambda t: -probs[t]):
+        if mass < top_p:
+            kept[token] = probs[token]
+        mass += probs[token]
+    return [p / sum(kept) for p in kept]
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.85)])
+def test_whole_sampled_texts_follow_the_target(temperature, top_p):
+    """O04 through the loop: all 27 texts of three tokens, drafted two at a time by another, against exact odds."""
+    rows = [[0.2, 1.0, -0.5], [1.2, 0.0, 0.4], [-1.0, 0.3, 0.9]]
+    target, draft = Chain(rows), Chain([[1.0, 0.0, 0.5], [0.0, 0.8, 0.6], [0.9, 0.2, -0.3]])
+    options = Options(3, 2, temperature, top_p, seed=11)
+    speculation = Speculation(target, draft, options)
+    assert speculation.draft is not None
+    n, seen, accepted = 600, Counter(), 0
+    for _ in range(n):
+        speculation.text.clear()
+        for model in (speculation.target, speculation.draft):
+            model.crop(model.length)
+        result = speculation.generate([0])
+        accepted += result.accepted
+        seen[tuple(result.tokens)] += 1
+    assert 0.2 * n < accepted < 1.8 * n  # drafts are kept and refused, both often
+    laws = [law(row, temperature, top_p) for row in rows]
+    expected = {
+        text: n * math.prod(laws[last][token] for last, token in zip((0, *text), text, strict=False))
+        for text in itertools.product(range(3), repeat=3)
+    }
+    assert sum(seen[text] for text in expected if expected[text] == 0) == 0
+    cells = [text for text in expected if expected[text] > 0]
+    chi2 = sum((seen[text] - expected[text]) ** 2 / expected[text] for text in cells)
+    degrees = len(cells) - 1
+    assert (
+        chi2 < degrees + 3.1 * math.sqrt(2 * degrees) + 5
+    )  # about the 0.999 quantile of chi-square for 7 to 26 degrees
 
 
 def test_distribution_by_hand():
