@@ -8,8 +8,8 @@ import numpy as np
 from ..traces.schema import Kind
 from .frequency import Counts
 from .interface import Demand, Key, Setup, StepInfo, View
-from .orders import Ranked
 from .parts import Composed, Parts, Prefetcher
+from .predictors import Lowest
 
 TINY = 1e-300  # in the place of a zero that divides a zero
 
@@ -45,9 +45,12 @@ class Collection:
             self._norm += norms
             self._own += own
 
-    def nearest(self) -> np.ndarray | None:
-        """The matrix that is most like the pass so far, the older one of equals; None if none is like it at all."""
-        return self._all[self._likest()] if self._dot.any() else None
+    def nearest(self) -> int | None:
+        """Which matrix is most like the pass so far, the older one of equals; None if none is like it at all."""
+        return self._likest() if self._dot.any() else None
+
+    def __getitem__(self, at: int) -> np.ndarray:
+        return self._all[at]
 
     def _likest(self) -> int:
         likeness = self._dot if self._by_layer else self._dot / np.sqrt(np.maximum(self._norm * self._own, TINY))
@@ -71,7 +74,8 @@ class Matched(Prefetcher):
     """Brings in what the most similar past request says of the layers to come, the most probable and nearest first.
 
     p: [L, E], the share of a layer's choices that each expert had in that request. Where none is like the pass at all
-    the running one stands in. A request is over when a prompt begins, or after `request` steps without one. Prompts are not counted.
+    the running one stands in. A request is over when a prompt begins, or after `request` steps without one. Prompts
+    are not counted.
     release: likeness and priority as in the code, see `MoeInfinityRelease`; what comes in displaces anything.
     """
 
@@ -79,11 +83,13 @@ class Matched(Prefetcher):
         self._capacity, self._request, self._release = capacity, request, release
 
     def setup(self, setup: Setup) -> None:
-        shape = self._layers, _ = setup.layers, setup.experts
+        self._layers = setup.layers
+        shape = setup.layers, setup.experts
         self.collection = Collection(*shape, self._capacity, by_layer=self._release)
         self.p, self.worth = np.zeros(shape), np.zeros(shape)
         self._running, self._steps = np.zeros(shape), 0
         self._nearness = 1 - np.arange(self._layers)[:, None] / (self._layers + self._release)
+        self._nearest: int | None = None  # whose p it is
         self._layer, self._open = -1, False
         self._priority: np.ndarray | None = None
 
@@ -93,6 +99,7 @@ class Matched(Prefetcher):
             self.collection.add(self._running)
             self._running, self._steps = np.zeros_like(self._running), 0
             self.p, self.worth = np.zeros_like(self.p), np.zeros_like(self.worth)
+            self._nearest = None
         self._steps += not prompt
         self._open, self._layer = not prompt, -1
         self._priority = None
@@ -106,32 +113,38 @@ class Matched(Prefetcher):
         row[list(demand.experts)] = demand.loads
         self._running[demand.layer] += row
         self.collection.see(demand.layer, row)
-        said = self.collection.nearest()
-        if said is None:
-            said = self._running
-        self.p = said / np.maximum(said.sum(axis=1, keepdims=True), 1)
-        self.worth = self.p * self._nearness
+        nearest = self.collection.nearest()
+        if nearest is None or nearest != self._nearest:
+            said = self._running if nearest is None else self.collection[nearest]
+            self.p = said / np.maximum(said.sum(axis=1, keepdims=True), 1)
+            self.worth = self.p * self._nearness
+            self._nearest = nearest
 
     def next_fetch(self, view: View) -> Key | None:
         if not self._open or self._layer < 0:
             return None
-        first = self._layer + 1
         if self._priority is None:
-            self._priority = (self.p[first:] + 1e-8 * (self.p[first:] > 0)) * self._nearness[
-                1 : self._layers - self._layer
-            ]
-            for at, row in enumerate(self._priority):
-                row[view.residents(first + at)] = 0
-        while self._priority.size:
-            at = int(self._priority.argmax())
-            if self._priority.flat[at] <= 0:
+            self._priority = self._prioritise(view)
+        priority, first = self._priority, self._layer + 1
+        while priority.size:
+            at = int(priority.argmax())
+            if priority[at] <= 0:
                 return None
-            self._priority.flat[at] = 0
-            layer, expert = divmod(at, self._priority.shape[1])
+            priority[at] = 0
+            layer, expert = divmod(at, self.p.shape[1])
             key = Key(first + layer, expert)
             if not view.resident(key) and not view.in_flight(key):
                 return key
         return None
+
+    def _prioritise(self, view: View) -> np.ndarray:
+        """Of the absent experts of the layers to come, flat."""
+        first = self._layer + 1
+        p, nearness = self.p[first:], self._nearness[1 : self._layers - self._layer]
+        priority = (p + 1e-8 * (p > 0)) * nearness
+        for at, row in enumerate(priority):
+            row[view.residents(first + at)] = 0
+        return priority.reshape(-1)
 
     def replaces(self, incoming: Key, victim: Key, view: View) -> bool:
         return self._release or bool(self.worth[incoming] > self.worth[victim])
@@ -140,7 +153,7 @@ class Matched(Prefetcher):
         return key.layer > self._layer
 
 
-class Improbable(Ranked):
+class Improbable(Lowest):
     """Lowest probability times nearness of the layer to the first one goes first."""
 
     def __init__(self, matched: Matched) -> None:
@@ -160,9 +173,9 @@ class MoeInfinity(Composed):
     p(l', e) * (1 - (l' - l) / L), l the running layer; the resident with the lowest p times a layer term that protects
     the first layers goes first; misses are copied on demand, before any prefetch, and kept; no CPU tier.
     Ours: the layer term of eviction, 1 - l / L; a prefetch displaces only what is worth less by it; the collection
-    starts empty, and where nothing in it has anything in common with the pass the running request stands in; prompts are neither counted nor matched;
-    policies are not told of requests, so one is over when a prompt begins, or after `request` steps. A copy whose
-    layer has begun without needing it is given up if demand wants the link.
+    starts empty, and where nothing in it has anything in common with the pass the running request stands in; prompts
+    are neither counted nor matched; policies are not told of requests, so one is over when a prompt begins, or after
+    `request` steps. A copy whose layer has begun without needing it is given up if demand wants the link.
     """
 
     name: ClassVar[str] = "moe-infinity"

@@ -14,7 +14,7 @@ import numpy as np
 from ..traces.schema import Kind
 from .future import NEVER, Future
 from .interface import Candidates, Demand, Key, Setup, StepInfo, View
-from .orders import Lru
+from .orders import Lru, Ranked
 from .parts import Prefetcher
 
 Known = Literal["draft", "verify"]
@@ -31,7 +31,9 @@ def spoiled(
     right = needed[rng.random(len(needed)) < recall]
     if precision == 1:
         return right, needed[:0]
-    others = rng.permutation(np.setdiff1d(np.arange(experts), needed))
+    others = np.ones(experts, dtype=bool)
+    others[needed] = False
+    others = rng.permutation(np.flatnonzero(others))
     if precision is None:
         return right, others[: len(needed) - len(right)]
     wrong = len(right) * (1 - precision) / precision
@@ -119,9 +121,15 @@ class Ahead(Prefetcher):
             wanted = self._wanted[layer]
             while wanted:
                 key = Key(layer, wanted.pop())
-                if not view.resident(key) and not view.in_flight(key):
+                if not view.resident(key) and not view.in_flight(key) and self._has_room(key, view):
                     return key
         return None
+
+    def _has_room(self, key: Key, view: View) -> bool:
+        """A layer's own slots may all hold what is forecast; a refusal would let the link idle until the next gate."""
+        if len(self._setup.slots) == 1 or view.free(key.layer) > 0:
+            return True
+        return any(self.replaces(key, Key(key.layer, e), view) for e in view.residents(key.layer))
 
     def replaces(self, incoming: Key, victim: Key, view: View) -> bool:
         return not self.awaited(victim)
@@ -183,6 +191,37 @@ class PatientLru(Lru):
     def first(self, layer: int, candidates: Candidates, view: View) -> Key | None:
         others = Others(candidates, self._ahead.awaited)
         return super().first(layer, others, view) or super().first(layer, candidates, view)
+
+
+class Lowest(Ranked):
+    """The same order without sorting: in one pool, where a layer may displace dozens, a sort for each is too slow."""
+
+    def setup(self, setup: Setup) -> None:
+        super().setup(setup)
+        self._missed: list[Key] = []
+
+    def used(self, demand: Demand, view: View) -> None:
+        super().used(demand, view)
+        self._missed = [key for key in demand.keys if key.expert not in demand.held]
+
+    def first(self, layer: int, candidates: Candidates, view: View) -> Key | None:
+        layers = slice(None) if self._pooled else slice(layer, layer + 1)
+        base, experts = 0 if self._pooled else layer, self.last.shape[1]
+        ranks = np.where(self._there[layers], self.ranks(layers), np.inf).reshape(-1)
+        last = self.last[layers].reshape(-1)
+        for key in self._missed:  # what the running layer fetched waits for its slot, and is often lowest
+            if (self._pooled or key.layer == layer) and key not in candidates:
+                ranks[(key.layer - base) * experts + key.expert] = np.inf
+        while (least := ranks.min()) < np.inf:
+            lowest = np.flatnonzero(ranks == least)
+            id_ = int(lowest[last[lowest].argmin()])
+            key = Key(base + id_ // experts, id_ % experts)
+            if key in candidates:
+                return key
+            if not view.resident(key) and not view.in_flight(key):
+                self._there[key] = False
+            ranks[id_] = np.inf
+        return None
 
 
 class Others:

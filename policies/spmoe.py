@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from .interface import Key, LayerReport, Setup, StepInfo, View
+from .interface import Key, LayerReport, Scope, Setup, StepInfo, View
 from .parts import Composed, IfBetter, Parts
 from .predictors import Known, Modelled, PatientLru, WindowAhead, check_share
 
@@ -50,7 +50,7 @@ class DraftGates(WindowAhead):
     """Layer by layer up to the cutoff: the last layer whose copies, with all before it, are expected to be in time.
 
     They are if their copies take no longer than drafting and the verification of the layers before, as measured, and
-    if all that is forecast up to there fits into the slots. cutoff: a fixed number of layers instead.
+    if all that is forecast up to there fits into the pool. cutoff: a fixed number of layers instead.
     """
 
     def __init__(self, predictor: Modelled, known: Known, cutoff: int | None) -> None:
@@ -61,11 +61,11 @@ class DraftGates(WindowAhead):
         super().setup(setup)
         self._time = DraftTime()
         self._walls = [0.0] * setup.layers
-        self._slots = sum(setup.slots)
+        self._slots = setup.slots
         self._fresh = False
 
     def slots_changed(self, slots: tuple[int, ...]) -> None:
-        self._slots = sum(slots)
+        self._slots = slots
 
     def plan(self, step: int) -> None:
         for layer, said in enumerate(self.predictor.forecasts(step)):
@@ -102,7 +102,8 @@ class DraftGates(WindowAhead):
     def _layers_in_time(self, view: View) -> int:
         if self._fixed is not None:
             return self._fixed
-        copy_ns, copies, room, found = self._setup.costs.copy_ns, 0, self._slots, 0
+        copy_ns, copies, found = self._setup.costs.copy_ns, 0, 0
+        room = self._slots[0] if len(self._slots) == 1 else self._setup.layers * self._setup.experts
         time = 0.0
         if self._early:
             time = float("inf") if self._time.ns is None else self._time.ns
@@ -137,7 +138,7 @@ class SpMoe(Composed):
 
     name: ClassVar[str] = "sp-moe"
     clairvoyant: ClassVar[bool] = True
-    scope = "global"
+    scope: Scope = "global"
     recall: float = 0.89
     precision: float | None = None
     known: Known = "draft"

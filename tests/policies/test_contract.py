@@ -50,7 +50,7 @@ VARIANTS = [
     "s3-fifo:scope=global,small=0.4",
     "slru:scope=global,protected=0.5",
     "sp-moe:known=verify,recall=0.5,precision=0.5",
-    "sp-moe:cutoff=1",
+    "sp-moe:cutoff=1,scope=layer",
     "static:offload_tokens=auto",
     "static:partial=false",
 ]

@@ -7,12 +7,12 @@ import pytest
 from hand import rates
 from policy_loop import COSTS, Host, make_setup, sets
 
-from moe_spac.policies.freetoken import Split
+from moe_spac.policies.freetoken import Memory, Split
 from moe_spac.policies.load import load_policy
 from moe_spac.traces.schema import Kind
 
 
-def split(memory="shared", costs=COSTS, cpu=True):
+def split(memory: Memory = "shared", costs=COSTS, cpu=True):
     part = Split(memory, 32)
     part.setup(make_setup(load_policy("freetoken"), 1, 8, 2, costs=costs, cpu=cpu))
     return part

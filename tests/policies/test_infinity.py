@@ -12,7 +12,8 @@ from moe_spac.traces.schema import Kind
 
 def collection(*matrices, capacity=8, by_layer=False):
     first = np.array(matrices[0], float)
-    made = Collection(*first.shape, capacity, by_layer)
+    layers, experts = first.shape
+    made = Collection(layers, experts, capacity, by_layer)
     for matrix in matrices:
         made.add(np.array(matrix, float))
     made.begin()
@@ -22,7 +23,7 @@ def collection(*matrices, capacity=8, by_layer=False):
 def nearest(made, *rows):
     for layer, row in enumerate(rows):
         made.see(layer, np.array(row, float))
-    return made.nearest().tolist()
+    return made[made.nearest()].tolist()
 
 
 A, B = [[4, 0, 0], [0, 4, 0]], [[0, 4, 0], [0, 0, 4]]

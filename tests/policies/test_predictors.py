@@ -9,7 +9,8 @@ from moe_spac.policies.driver import Driver
 from moe_spac.policies.future import Future
 from moe_spac.policies.interface import Forecast, Key, Setup
 from moe_spac.policies.load import load_policy
-from moe_spac.policies.predictors import Ahead, Modelled, PatientLru, spoiled
+from moe_spac.policies.orders import Ranked
+from moe_spac.policies.predictors import Ahead, Lowest, Modelled, PatientLru, spoiled
 
 
 @pytest.mark.parametrize(("recall", "precision"), [(1.0, 1.0), (0.8, 1.0), (0.7, 0.5), (1.0, 0.75), (0.847, None)])
@@ -92,6 +93,7 @@ def test_a_wrong_prefetch_that_is_pushed_aside_is_given_up_once_its_layer_has_be
     driver.forecast(Forecast("next-gate", 1, {1: 1.0}))
     plan = driver.gate(0, np.array([[0]]))
     wrong = driver.next_fetch()
+    assert wrong is not None
     assert (plan.copies, wrong) == ((0,), Key(1, 1))
     assert driver.keep_fetch(wrong)  # its layer is still to come
     driver.landed(Key(0, 0), 0)
@@ -111,14 +113,55 @@ def test_what_is_awaited_is_displaced_last():
     ahead.setup(setup)
     lru.setup(setup)
     lru.placed([Key(1, 0), Key(1, 1)])
-    there = [Key(1, 0), Key(1, 1)]
     ahead.name(1, [0, 2])
     driver = Driver(load_policy("ar-lru"), setup)
     view = driver.cache_view
-    for key in there:
+    for key in (Key(1, 0), Key(1, 1)):
         driver.cache.place(key)
+    there = driver.cache.candidates(1, ())
     assert lru.first(1, there, view) == Key(1, 1)
     assert ahead.replaces(Key(1, 2), Key(1, 1), view)
     ahead.name(1, [0, 1, 2])
     assert lru.first(1, there, view) == Key(1, 0)
     assert not ahead.replaces(Key(1, 2), Key(1, 0), view)
+
+
+@pytest.mark.parametrize("scope", ["layer", "global"])
+def test_the_lowest_is_found_as_by_sorting(scope):
+    """The same victims as `Ranked` names, whatever is pinned, in flight or gone."""
+    rng = np.random.default_rng(5)
+    policy = load_policy(f"lfu:scope={scope}")
+    driver = Driver(policy, make_setup(policy, 3, 8, 4))
+    setup, view = driver.setup, driver.cache_view
+    orders = [Ranked(), Lowest()]
+    for order in orders:
+        order.setup(setup)
+    scores = rng.integers(0, 3, (3, 8)).astype(float)
+    last = rng.integers(0, 3, (3, 8))
+    for order in orders:
+        order.scores, order.last = scores.copy(), last.copy()
+        order.placed([Key(layer, e) for layer in range(3) for e in range(8)])
+    for layer in range(3):
+        for e in rng.permutation(8)[:4].tolist():
+            driver.cache.place(Key(layer, e))
+    for _ in range(12):
+        layer = int(rng.integers(3))
+        spared = frozenset(Key(layer, e) for e in rng.permutation(8)[:2].tolist())
+        candidates = driver.cache.candidates(layer, spared)
+        victims = [order.first(layer, candidates, view) for order in orders]
+        assert victims[0] == victims[1]
+        if victims[0] is not None:
+            driver.cache.evict(victims[0])
+    assert len(driver.cache.resident) < 12
+
+
+def test_a_full_layer_does_not_hold_up_the_others():
+    """Layer 1 has one slot, which holds what is forecast for it: the link goes on with layer 2 at once."""
+    policy = load_policy("gate-lookahead:layers=2")
+    driver = begin(policy, 3, 4, 1)
+    driver.cache.place(Key(1, 0))
+    for layer in (1, 2):
+        driver.forecast(Forecast("next-gate", layer, {0: 1.0, 1: 1.0}))
+    driver.gate(0, np.array([[3]]))
+    assert driver.next_fetch() == Key(2, 0)
+    assert driver.cache.resident.keys() == {Key(1, 0)}

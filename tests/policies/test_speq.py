@@ -8,7 +8,7 @@ from policy_loop import make_setup, random_routing
 from moe_spac.policies.future import Future
 from moe_spac.policies.interface import Key
 from moe_spac.policies.load import load_policy
-from moe_spac.policies.speq import LookaheadBuffer
+from moe_spac.policies.speq import LookaheadBuffer, MoeSpeq
 from moe_spac.simulator.replay import count
 
 
@@ -35,10 +35,12 @@ def test_confidence_is_calibrated_and_fidelity_its_mean():
 
 def test_while_drafting_only_the_sure_ones_come_and_nothing_named_goes():
     policy = load_policy("moe-speq:sure=0.9")
+    assert isinstance(policy, MoeSpeq)
     rng = np.random.default_rng(1)
     routing = random_routing(rng, 40, 3, 32, 4)
     driver = begin(policy, 3, 32, 4, routing=routing)
     buffer = policy._parts.prefetch[0]
+    assert isinstance(buffer, LookaheadBuffer)
     before, after = 0, 0
     for at, ids in enumerate(routing[:-1]):
         for layer in range(3):
