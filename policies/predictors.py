@@ -97,7 +97,7 @@ class Ahead(Prefetcher):
         self._clear()
 
     def _clear(self) -> None:
-        self._layer = -1  # the last one that has begun
+        self.layer = -1  # the last one that has begun
         self._named: list[frozenset[int]] = [frozenset()] * self._setup.layers
         self._wanted: list[list[int]] = [[] for _ in range(self._setup.layers)]
 
@@ -108,16 +108,16 @@ class Ahead(Prefetcher):
 
     def awaited(self, key: Key) -> bool:
         """Forecast for a layer that has not begun."""
-        return key.layer > self._layer and key.expert in self._named[key.layer]
+        return key.layer > self.layer and key.expert in self._named[key.layer]
 
     def step_begins(self, step: StepInfo) -> None:
         self._clear()
 
     def used(self, demand: Demand, view: View) -> None:
-        self._layer = demand.layer
+        self.layer = demand.layer
 
     def next_fetch(self, view: View) -> Key | None:
-        for layer in range(self._layer + 1, self._setup.layers):
+        for layer in range(self.layer + 1, self._setup.layers):
             wanted = self._wanted[layer]
             while wanted:
                 key = Key(layer, wanted.pop())
@@ -135,7 +135,7 @@ class Ahead(Prefetcher):
         return not self.awaited(victim)
 
     def keep_fetch(self, key: Key, view: View) -> bool:
-        return key.layer > self._layer
+        return key.layer > self.layer
 
 
 class WindowAhead(Ahead):
@@ -168,7 +168,7 @@ class WindowAhead(Ahead):
         self.plan(step)
 
     def step_begins(self, step: StepInfo) -> None:
-        self._step, self._layer, self.drafting = step.index, -1, False
+        self._step, self.layer, self.drafting = step.index, -1, False
         if step.kind is not Kind.VERIFY:
             self._clear()
         elif self._planned != step.index:
@@ -183,14 +183,17 @@ class WindowAhead(Ahead):
 
 
 class PatientLru(Lru):
-    """Least recently used first, but what a prefetcher awaits goes last."""
+    """Least recently used first; to make room for a prefetch, what is forecast itself goes last."""
 
     def __init__(self, ahead: Ahead) -> None:
         self._ahead = ahead
 
     def first(self, layer: int, candidates: Candidates, view: View) -> Key | None:
-        others = Others(candidates, self._ahead.awaited)
-        return super().first(layer, others, view) or super().first(layer, candidates, view)
+        if layer > self._ahead.layer:  # layers that have begun copy on demand only
+            others = super().first(layer, Others(candidates, self._ahead.awaited), view)
+            if others is not None:
+                return others
+        return super().first(layer, candidates, view)
 
 
 class Lowest(Ranked):

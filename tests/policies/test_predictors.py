@@ -105,8 +105,9 @@ def test_a_wrong_prefetch_that_is_pushed_aside_is_given_up_once_its_layer_has_be
     assert driver.next_fetch() is None or driver.cache.flying  # the next layer's turn
 
 
-def test_what_is_awaited_is_displaced_last():
-    """Layer 1 has slots for 0 and 1, 0 the older; 0 is forecast, so 1 makes room for 2. Then both are awaited."""
+def test_a_prefetch_displaces_nothing_that_is_awaited():
+    """Layer 1 has slots for 0 and 1, 0 the older; 0 is forecast, so 1 makes room for 2. If both are, nothing does.
+    What the layer itself copies when it has begun displaces the older one."""
     ahead = Told()
     lru = PatientLru(ahead)
     setup = make_setup(load_policy("ar-lru"), 2, 4, 2)
@@ -124,6 +125,9 @@ def test_what_is_awaited_is_displaced_last():
     ahead.name(1, [0, 1, 2])
     assert lru.first(1, there, view) == Key(1, 0)
     assert not ahead.replaces(Key(1, 2), Key(1, 0), view)
+    ahead.name(1, [0])
+    ahead.layer = 1
+    assert lru.first(1, there, view) == Key(1, 0)
 
 
 @pytest.mark.parametrize("scope", ["layer", "global"])
