@@ -93,9 +93,16 @@ def study_of(spec: str) -> Study:
 def spec_of(spec: str, arm: Arm) -> str:
     """The arm as a policy to run; its switches win over parameters of `spec`, and those over `START`."""
     name, _, given = spec.partition(":")
-    words = [_words(START.get(name, {})), given, _words(arm.switches)]
-    parameters = ",".join(word for word in words if word)
-    return f"{name}:{parameters}" if parameters else name
+    start = _words(START.get(name, {}))
+    return with_parameters(f"{name}:{','.join(filter(None, (start, given)))}", arm.switches)
+
+
+def with_parameters(spec: str, parameters: Mapping[str, Any]) -> str:
+    """The policy with these parameters on top of those that `spec` gives: of two values the last counts."""
+    if not parameters:
+        return spec.removesuffix(":")
+    bare = spec.endswith((".py", ":")) or ":" not in spec.rpartition(".py:")[2]
+    return f"{spec.removesuffix(':')}{':' if bare else ','}{_words(parameters)}"
 
 
 def _words(parameters: Mapping[str, Any]) -> str:

@@ -9,7 +9,9 @@ from .cli_machines import machines
 from .cli_metrics import metrics
 from .cli_policies import policies
 from .cli_run import run
+from .cli_signs import signs
 from .cli_sweep import sweep
+from .cli_tune import tune
 from .cli_validate import validate
 
 app = typer.Typer(
@@ -23,6 +25,8 @@ app.command("sweep")(sweep)
 app.command("ablate")(ablate)
 app.command("fit")(fit)
 app.command("validate")(validate)
+app.command("signs")(signs)
+app.command("tune")(tune)
 app.command("machines")(machines)
 app.command("policies")(policies)
 app.command("metrics")(metrics)
