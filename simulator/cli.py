@@ -7,6 +7,7 @@ from .cli_ablate import ablate
 from .cli_fit import fit
 from .cli_machines import machines
 from .cli_metrics import metrics
+from .cli_planning import planning
 from .cli_policies import policies
 from .cli_run import run
 from .cli_signs import signs
@@ -29,6 +30,7 @@ app.command("signs")(signs)
 app.command("tune")(tune)
 app.command("machines")(machines)
 app.command("policies")(policies)
+app.command("planning")(planning)
 app.command("metrics")(metrics)
 
 

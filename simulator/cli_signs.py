@@ -99,10 +99,10 @@ def markdown(parts: "Sequence[Part]") -> str:
         "",
         "# Published signs, and whether they come out here",
         "",
-        "The shipped policies on made-up routing with the published statistics of the models named (see synthetic.md), "
-        "on the model of a machine (`spac-sim machines rtx4090-pcie4` lists what of it is measured and what assumed). No "
-        "model ran, and nothing was fitted to the figures below. Published figures are those of the sources named; some "
-        "are known only by notes of others. A sign that does not come out stays.",
+        "The shipped policies on made-up routing with the published statistics of the models named (see "
+        "synthetic.md), on the model of a machine (`spac-sim machines NAME` lists what of it is measured and what "
+        "assumed). No model ran, and nothing was fitted to the figures below. Published figures are those of the "
+        "sources named; some are known only by notes of others. A sign that does not come out stays.",
         "",
         f"{held} of {len(claims)} signs come out.",
     ]
@@ -114,6 +114,6 @@ def markdown(parts: "Sequence[Part]") -> str:
 
 def _table(rows: "Sequence[dict[str, Any]]") -> list[str]:
     def line(cells: Sequence[Any]) -> str:
-        return "| " + " | ".join("–" if cell is None else str(_shown(cell)) for cell in cells) + " |"
+        return "| " + " | ".join("-" if cell is None else str(_shown(cell)) for cell in cells) + " |"
 
     return [line(list(rows[0])), line(["---"] * len(rows[0])), *(line(list(row.values())) for row in rows)]

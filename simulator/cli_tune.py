@@ -33,8 +33,8 @@ def tune(
     mode: Annotated[str | None, typer.Option(help="sd or ar. Default: sd if there are drafts.")] = None,
     limit_steps: Annotated[int, typer.Option(min=0, help="Only the first N steps of the trace; 0: all.")] = 0,
     window: Annotated[int, typer.Option(min=0, help="Assume a draft of K tokens on a trace without one.")] = 0,
-    acceptance: Annotated[float | None, typer.Option(min=0, max=1, help="With --window: chance of acceptance.")] = None,
-    draft: Annotated[str | None, typer.Option(metavar="MODEL", help="With --window: whose drafting is charged.")] = None,
+    acceptance: Annotated[float | None, typer.Option(min=0, max=1, help="With --window: a draft's chance.")] = None,
+    draft: Annotated[str | None, typer.Option(metavar="MODEL", help="With --window: whose drafting counts.")] = None,
     forecast: Forecast = None,
     allow_lossy: Annotated[bool, typer.Option("--allow-lossy", help="Also tune what changes the output.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of policies, of --tries and of what is assumed.")] = 0,
@@ -125,7 +125,7 @@ def document(tuned: "Tuned", record: dict[str, Any]) -> dict[str, Any]:
         "chosen": record,
         "search": [
             {"policy": policy, "training_score": score}
-            for policy, score in zip((tuned.policy, *tuned.tried), (tuned.training_default, *tuned.training), strict=True)
+            for policy, score in ((tuned.policy, tuned.training_default), *zip(tuned.tried, tuned.training, strict=True))
         ],
     }  # fmt: skip
 

@@ -245,7 +245,8 @@ def scores_over_recency(tokens: int = 512) -> Part:
         trace = synthetic(like, tokens)
         slots = round(fraction * trace.header.target.experts)
         by_score, by_use = (
-            100 * hit_rate(trace, f"hybrimoe:prefetch=false,cache={order}", slots, cpu=False) for order in ("mrs", "lru")
+            100 * hit_rate(trace, f"hybrimoe:prefetch=false,cache={order}", slots, cpu=False)
+            for order in ("mrs", "lru")
         )
         figures = {"MRS": by_score, "LRU": by_use, "gain": by_score - by_use}
         published = {"published MRS": mrs, "published LRU": lru, "published gain": round(mrs - lru, 1)}

@@ -27,6 +27,8 @@ from moe_spac.policies.load import load_policy, policy_names
 from moe_spac.simulator.counting import count_fast
 from moe_spac.simulator.engine import setup_for
 from moe_spac.simulator.machine import Machine, load_machine, rates_for
+from moe_spac.simulator.planning import planning as measure_planning
+from moe_spac.simulator.planning import planning_trace
 from moe_spac.simulator.replay import count
 from moe_spac.simulator.run import simulate
 from moe_spac.traces.console import say, show_table
@@ -192,58 +194,15 @@ def counting(trace: Held, machine: Machine, sizes: Sizes) -> None:
 
 # (d)
 
-ASKED = ("dispatch", "victim", "next_fetch", "layer_ends")
-TOLD = ("step_begins", "forecast", "transfer_done", "transfer_dropped", "work_done", "step_ends", "keep_fetch")
-
-
-class Watch:
-    """Time inside a policy by the driver's calls; a call that a policy makes of itself belongs to its caller."""
-
-    def __init__(self, policy: Any) -> None:
-        self.ns: dict[str, int] = defaultdict(int)
-        self._inside = False
-        for name in ASKED + TOLD:
-            setattr(policy, name, self._watched(name, getattr(policy, name)))
-
-    def _watched(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            if self._inside:
-                return method(*args)
-            self._inside = True
-            begin = time.thread_time_ns()
-            try:
-                return method(*args)
-            finally:
-                self.ns[name] += time.thread_time_ns() - begin
-                self._inside = False
-
-        return call
-
 
 def planning(machine: Machine, sizes: Sizes) -> None:
     """What every policy needs to decide, in us for one layer of a verify step, and the balancer alone."""
-    trace = Held.of(synthesize(MODEL, sizes.planned, draft_length=4, acceptance=0.8))
-    rows = [row for name in sorted(policy_names()) if (row := planned(name, trace, machine, sizes))]
+    trace = Held.of(planning_trace(sizes.planned))
+    found = measure_planning(sorted(policy_names()), trace, machine, slots_of(trace), min(sizes.repeats, 2))
+    rows = [{"policy": f.policy, "us": None if f.total is None else f"{f.total:.1f}"} for f in found]
     show_table(f"(d) us a layer inside each policy; {len(trace.listed)} verify steps, {SLOTS} slots a layer", rows)
     each = balancer_us(trace, machine, sizes)
     say(f"    the moe-spac balancer alone, 128 experts: {each:.1f} us a layer (target under {TARGETS['balancer_us']})")
-
-
-def planned(name: str, trace: Held, machine: Machine, sizes: Sizes) -> dict[str, Any]:
-    best: dict[str, float] = {}
-    for _ in range(min(sizes.repeats, 2)):
-        policy = load_policy(name)
-        watch = Watch(policy)
-        run = simulate(trace, policy, machine, slots_of(trace))
-        if run.error:
-            return {"policy": name} | dict.fromkeys([*ASKED, "rest", "all"])
-        layers = len(trace.listed) * len(trace.header.target.moe_layers)
-        us = {call: ns / 1e3 / layers for call, ns in watch.ns.items()}
-        if not best or sum(us.values()) < sum(best.values()):
-            best = us
-    rest = sum(best.get(call, 0.0) for call in TOLD)
-    shown = {call: f"{best.get(call, 0.0):.1f}" for call in ASKED}
-    return {"policy": name, **shown, "rest": f"{rest:.1f}", "all": f"{sum(best.values()):.1f}"}
 
 
 def balancer_us(trace: Held, machine: Machine, sizes: Sizes) -> float:
