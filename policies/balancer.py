@@ -41,11 +41,12 @@ def best_threshold(
 ) -> int:
     """The threshold tau in 1..K+1 that balances a layer; experts with utility >= tau are hot.
 
-    utility: [E] ints in 0..K; absent: [E] bool, not on the GPU; gpu_ns, cpu_ns: [E] time of each expert on either side; room: slots
-    that could take an expert under each threshold 0..K+1 (so K = len(room) - 2). Minimises |T_cpu - T_gpu| with hot
-    experts on the GPU and cold ones on the CPU (`cpu_first_ns` once, if any cold one has work) subject to
-    copies * copy_ns <= budget_ns and copies <= room[tau], copies being the hot experts that are absent. Ties go to the larger tau, which copies less. tau = K+1 copies nothing and is always feasible. Trying all K+1 values is the
-    exact solution of the integer program.
+    utility: [E] ints in 0..K; absent: [E] bool, not on the GPU; gpu_ns, cpu_ns: [E] time of each expert on either
+    side; room: slots that could take an expert under each threshold 0..K+1 (so K = len(room) - 2). Minimises |T_cpu
+    - T_gpu| with hot experts on the GPU and cold ones on the CPU (`cpu_first_ns` once, if any cold one has work)
+    subject to copies * copy_ns <= budget_ns and copies <= room[tau], copies being the hot experts that are absent.
+    Ties go to the larger tau, which copies less. tau = K+1 copies nothing and is always feasible. Trying all K+1
+    values is the exact solution of the integer program.
     """
     levels = len(room) - 1
     gpu = np.bincount(utility, gpu_ns, levels).tolist()

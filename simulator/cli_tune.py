@@ -118,16 +118,15 @@ def save(path: Path, tuned: "Tuned", record: dict[str, Any]) -> None:
 
 def document(tuned: "Tuned", record: dict[str, Any]) -> dict[str, Any]:
     """For `--json`: the result, and apart from it what the search saw."""
-    return {
-        "winner": tuned.winner,
-        "result": {"metric": tuned.metric, "held_out": tuned.held_out, "default": tuned.held_out_default,
-                   "gain": tuned.gain},
-        "chosen": record,
-        "search": [
-            {"policy": policy, "training_score": score}
-            for policy, score in ((tuned.policy, tuned.training_default), *zip(tuned.tried, tuned.training, strict=True))
-        ],
-    }  # fmt: skip
+    result = {
+        "metric": tuned.metric,
+        "held_out": tuned.held_out,
+        "default": tuned.held_out_default,
+        "gain": tuned.gain,
+    }
+    tried = [(tuned.policy, tuned.training_default), *zip(tuned.tried, tuned.training, strict=True)]
+    search = [{"policy": policy, "training_score": score} for policy, score in tried]
+    return {"winner": tuned.winner, "result": result, "chosen": record, "search": search}
 
 
 def tell(tuned: "Tuned", origin: str) -> None:

@@ -20,7 +20,7 @@ from .run import simulate
 
 ASKED = ("dispatch", "victim", "next_fetch", "layer_ends")
 TOLD = ("step_begins", "forecast", "transfer_done", "transfer_dropped", "work_done", "step_ends", "keep_fetch")
-SHAPE = "synthetic Qwen3-30B-A3B: 48 layers, 128 experts, top-8; verify steps of up to 9 tokens; made-up next-gate forecasts"
+SHAPE = "synthetic Qwen3-30B-A3B: 48 layers, 128 experts, top-8; verify steps of up to 9 tokens; made-up forecasts"
 
 
 def planning_trace(tokens: int) -> Steps:

@@ -108,8 +108,8 @@ def recency_and_popularity(tokens: int = 2000) -> Part:
         "pinning",
         "Pinning and recency",
         f"One layer of 128 experts, top-8, 10 slots, {tokens} tokens. Sticky: a token keeps 4 of the last one's "
-        "experts. Skewed: experts drawn from a Zipf law of exponent 1.2. Recency is ar-lru, pinning kt-frequency, which "
-        "pins what the first 64 tokens used most.",
+        "experts. Skewed: experts drawn from a Zipf law of exponent 1.2. Recency is ar-lru, pinning kt-frequency, "
+        "which pins what the first 64 tokens used most.",
     )
     found = {}
     for name, make in (("sticky", sticky), ("skewed", skewed)):
@@ -175,7 +175,7 @@ def prefetching(tokens: int = 160) -> Part:
               "1.22 (AdapMoE, next gate right in 9 of 10); 1.33 (Mixtral-Offloading, T4)",
               "arXiv 2408.10284; arXiv 2312.17238"),
         Claim("prefetching by bad forecasts loses", max(bad.values()) < 1, _each(bad),
-              "forecasts with a precision of 0.35 are worse than none", "a public research note on foresight for eviction"),
+              "forecasts with a precision of 0.35 are worse than none", "a public note on foresight in eviction"),
     ]  # fmt: skip
     return part
 
@@ -192,8 +192,8 @@ def hybrimoe_parts(tokens: int = 160) -> Part:
         "hybrimoe",
         "HybriMoE, technique by technique",
         "Synthetic Qwen3-30B-A3B in 4 bit (no made-up routing of Qwen2-57B exists here; both have top-8), "
-        f"{tokens} tokens of plain decoding on {SERVER}, the preset nearest to theirs, a quarter of the experts cached, "
-        f"a random start; next-gate forecasts assumed right with {', '.join(map(str, RECALL))}. Published: "
+        f"{tokens} tokens of plain decoding on {SERVER}, the preset nearest to theirs, a quarter of the experts "
+        f"cached, a random start; next-gate forecasts assumed right with {', '.join(map(str, RECALL))}. Published: "
         f"{HYBRI.source.partition(': ')[2]}.",
     )
     for row in rows:

@@ -51,9 +51,7 @@ def halves(trace: Steps, share: float) -> tuple[Portion, Portion]:
     """The training part, about `share` of the steps, and the held-out rest: whole sequences if there are several, else
     the first steps and the others. InputError if either would be empty."""
     if not 0 < share < 1:
-        raise InputError(
-            f"--train {share:g}: give a share between 0 and 1; what is left is held out to judge the winner"
-        )
+        raise InputError(f"--train {share:g}: give a share between 0 and 1; the rest is held out to judge the winner")
     lengths = Counter(step.sequence for step in trace.steps())
     total = sum(lengths.values())
     if total < 2:
