@@ -8,8 +8,8 @@ import numpy as np
 from ..traces.schema import Kind
 from .frequency import Counts
 from .interface import Demand, Key, Setup, StepInfo, View
+from .orders import Ranked
 from .parts import Composed, Parts, Prefetcher
-from .predictors import Lowest
 
 TINY = 1e-300  # in the place of a zero that divides a zero
 
@@ -153,7 +153,7 @@ class Matched(Prefetcher):
         return key.layer > self._layer
 
 
-class Improbable(Lowest):
+class Improbable(Ranked):
     """Lowest probability times nearness of the layer to the first one goes first."""
 
     def __init__(self, matched: Matched) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 from .interface import Candidates, Demand, Key, Setup, View, Where
 from .parts import Dispatcher, VictimOrder, split
 
-
 FETCH = Where.FETCH
 
 
@@ -98,6 +97,7 @@ class Ranked(VictimOrder):
         self.now = 0
         # Every resident and perhaps some that are gone: policies are not told of refusals, so `first` finds these.
         self._there = np.zeros(shape, dtype=bool)
+        self._missed: list[Key] = []
         self._pooled = len(setup.slots) == 1
 
     def placed(self, keys: Sequence[Key]) -> None:
@@ -110,26 +110,34 @@ class Ranked(VictimOrder):
         experts = list(demand.experts)
         self.last[demand.layer, experts] = self.now
         self._there[demand.layer, experts] = True
+        self._missed = [key for key in demand.keys if key.expert not in demand.held]
 
     def transfer_done(self, key: Key, size: int, ns: int) -> None:
         self.last[key] = self.now
         self._there[key] = True
 
     def ranks(self, layers: slice) -> np.ndarray:
-        """Scores of some layers as of `now`, [layers, E]."""
+        """Scores of some layers as of `now`, [layers, E], all below infinity."""
         return self.scores[layers]
 
     def first(self, layer: int, candidates: Candidates, view: View) -> Key | None:
+        """Without sorting: in a pool, where a layer may displace dozens, a sort for each would be slow."""
         layers = slice(None) if self._pooled else slice(layer, layer + 1)
-        at = np.flatnonzero(self._there[layers])
-        order = np.lexsort((self.last[layers].reshape(-1)[at], self.ranks(layers).reshape(-1)[at]))
         base, experts = 0 if self._pooled else layer, self.last.shape[1]
-        for id_ in at[order].tolist():
+        ranks = np.where(self._there[layers], self.ranks(layers), np.inf).reshape(-1)
+        last = self.last[layers].reshape(-1)
+        for key in self._missed:  # what the running layer fetched waits for its slot, and is often lowest
+            if (self._pooled or key.layer == layer) and key not in candidates:
+                ranks[(key.layer - base) * experts + key.expert] = np.inf
+        while (least := ranks.min()) < np.inf:
+            lowest = np.flatnonzero(ranks == least)
+            id_ = int(lowest[last[lowest].argmin()])
             key = Key(base + id_ // experts, id_ % experts)
             if key in candidates:
                 return key
             if not view.resident(key) and not view.in_flight(key):
                 self._there[key] = False
+            ranks[id_] = np.inf
         return None
 
     def better(self, incoming: Key, victim: Key) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from ..traces.schema import Kind
 from .future import NEVER, Future
 from .interface import Candidates, Demand, Key, Setup, StepInfo, View
-from .orders import Lru, Ranked
+from .orders import Lru
 from .parts import Prefetcher
 
 Known = Literal["draft", "verify"]
@@ -194,37 +194,6 @@ class PatientLru(Lru):
             if others is not None:
                 return others
         return super().first(layer, candidates, view)
-
-
-class Lowest(Ranked):
-    """The same order without sorting: in one pool, where a layer may displace dozens, a sort for each is too slow."""
-
-    def setup(self, setup: Setup) -> None:
-        super().setup(setup)
-        self._missed: list[Key] = []
-
-    def used(self, demand: Demand, view: View) -> None:
-        super().used(demand, view)
-        self._missed = [key for key in demand.keys if key.expert not in demand.held]
-
-    def first(self, layer: int, candidates: Candidates, view: View) -> Key | None:
-        layers = slice(None) if self._pooled else slice(layer, layer + 1)
-        base, experts = 0 if self._pooled else layer, self.last.shape[1]
-        ranks = np.where(self._there[layers], self.ranks(layers), np.inf).reshape(-1)
-        last = self.last[layers].reshape(-1)
-        for key in self._missed:  # what the running layer fetched waits for its slot, and is often lowest
-            if (self._pooled or key.layer == layer) and key not in candidates:
-                ranks[(key.layer - base) * experts + key.expert] = np.inf
-        while (least := ranks.min()) < np.inf:
-            lowest = np.flatnonzero(ranks == least)
-            id_ = int(lowest[last[lowest].argmin()])
-            key = Key(base + id_ // experts, id_ % experts)
-            if key in candidates:
-                return key
-            if not view.resident(key) and not view.in_flight(key):
-                self._there[key] = False
-            ranks[id_] = np.inf
-        return None
 
 
 class Others:

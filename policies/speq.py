@@ -6,8 +6,9 @@ from typing import ClassVar
 import numpy as np
 
 from .interface import Demand, Key, Scope, Setup, StepInfo, View
+from .orders import Ranked
 from .parts import Composed, IfBetter, Parts
-from .predictors import Known, Lowest, Modelled, WindowAhead, check_share
+from .predictors import Known, Modelled, WindowAhead, check_share
 
 
 class LookaheadBuffer(WindowAhead):
@@ -65,7 +66,7 @@ class LookaheadBuffer(WindowAhead):
         return bool(self.likely[incoming] > self.likely[victim])
 
 
-class Remaining(Lowest):
+class Remaining(Ranked):
     """What is least likely to be needed in the rest of the window goes first."""
 
     def __init__(self, buffer: LookaheadBuffer) -> None:

@@ -9,8 +9,7 @@ from moe_spac.policies.driver import Driver
 from moe_spac.policies.future import Future
 from moe_spac.policies.interface import Forecast, Key, Setup
 from moe_spac.policies.load import load_policy
-from moe_spac.policies.orders import Ranked
-from moe_spac.policies.predictors import Ahead, Lowest, Modelled, PatientLru, spoiled
+from moe_spac.policies.predictors import Ahead, Modelled, PatientLru, spoiled
 
 
 @pytest.mark.parametrize(("recall", "precision"), [(1.0, 1.0), (0.8, 1.0), (0.7, 0.5), (1.0, 0.75), (0.847, None)])
@@ -128,35 +127,6 @@ def test_a_prefetch_displaces_nothing_that_is_awaited():
     ahead.name(1, [0])
     ahead.layer = 1
     assert lru.first(1, there, view) == Key(1, 0)
-
-
-@pytest.mark.parametrize("scope", ["layer", "global"])
-def test_the_lowest_is_found_as_by_sorting(scope):
-    """The same victims as `Ranked` names, whatever is pinned, in flight or gone."""
-    rng = np.random.default_rng(5)
-    policy = load_policy(f"lfu:scope={scope}")
-    driver = Driver(policy, make_setup(policy, 3, 8, 4))
-    setup, view = driver.setup, driver.cache_view
-    orders = [Ranked(), Lowest()]
-    for order in orders:
-        order.setup(setup)
-    scores = rng.integers(0, 3, (3, 8)).astype(float)
-    last = rng.integers(0, 3, (3, 8))
-    for order in orders:
-        order.scores, order.last = scores.copy(), last.copy()
-        order.placed([Key(layer, e) for layer in range(3) for e in range(8)])
-    for layer in range(3):
-        for e in rng.permutation(8)[:4].tolist():
-            driver.cache.place(Key(layer, e))
-    for _ in range(12):
-        layer = int(rng.integers(3))
-        spared = frozenset(Key(layer, e) for e in rng.permutation(8)[:2].tolist())
-        candidates = driver.cache.candidates(layer, spared)
-        victims = [order.first(layer, candidates, view) for order in orders]
-        assert victims[0] == victims[1]
-        if victims[0] is not None:
-            driver.cache.evict(victims[0])
-    assert len(driver.cache.resident) < 12
 
 
 def test_a_full_layer_does_not_hold_up_the_others():
