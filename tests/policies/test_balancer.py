@@ -6,14 +6,20 @@ import pytest
 
 from moe_spac.policies.balancer import ExpertTimes, best_threshold
 from moe_spac.policies.interface import Costs
+from moe_spac.policies.spac import SlotKeys
 
 
-def threshold_by_integer_program(utility, absent, gpu_ns, cpu_ns, room, copy_ns, budget_ns, cpu_first_ns):
-    """x[e]: on the GPU; y[tau]: the threshold is tau. Times are whole, so one objective also breaks ties upwards."""
-    top, experts = len(room) - 2, range(len(utility))
+def threshold_by_integer_program(utility, absent, gpu_ns, cpu_ns, keys, free, copy_ns, budget_ns, cpu_first_ns, top):
+    """The paper's program in words: x[e], expert e is hot and runs on the GPU, all others on the CPU; y[tau], the
+    threshold is tau; z[r], resident r of the pool is evicted. Least |T_cpu - T_gpu|, subject to: hot are those at or
+    above the threshold; the copies fit the link's time (I/O); and the memory: each copy takes a free slot or that of an
+    evicted resident, which must be colder than the threshold. Times are whole, so one objective also breaks ties
+    upwards."""
+    experts = range(len(utility))
     program = pulp.LpProblem("balance", pulp.LpMinimize)
     x = [pulp.LpVariable(f"x{e}", cat="Binary") for e in experts]
     y = {tau: pulp.LpVariable(f"y{tau}", cat="Binary") for tau in range(1, top + 2)}
+    z = [pulp.LpVariable(f"z{r}", cat="Binary") for r in range(len(keys))]
     any_cpu = pulp.LpVariable("any_cpu", cat="Binary")
     gap = pulp.LpVariable("gap", lowBound=0)
     program += gap * (top + 2) - pulp.lpSum(tau * y[tau] for tau in y)
@@ -30,33 +36,46 @@ def threshold_by_integer_program(utility, absent, gpu_ns, cpu_ns, room, copy_ns,
     program += gap >= t_gpu - t_cpu
     copies = pulp.lpSum(x[e] for e in experts if absent[e])
     program += copy_ns * copies <= budget_ns
-    program += copies <= pulp.lpSum(room[tau] * y[tau] for tau in y)
+    for evicted, key in zip(z, keys, strict=True):
+        program += evicted <= pulp.lpSum(y[tau] for tau in y if tau > key)
+    program += copies <= free + pulp.lpSum(z)
     assert program.solve(pulp.PULP_CBC_CMD(msg=False)) == pulp.LpStatusOptimal
     return next(tau for tau in y if round(float(y[tau].varValue or 0)) == 1)
 
 
-def instance(seed):
+def instance(seed, experts):
+    """All that the program asks of one layer."""
     rng = np.random.default_rng(seed)
-    experts, top = int(rng.integers(3, 13)), int(rng.integers(1, 6))
+    top = int(rng.integers(1, 6))
     used = rng.random(experts) < 0.7
-    return (
-        rng.integers(0, top + 1, experts),
-        rng.random(experts) < 0.4,
-        used * rng.integers(1, 6, experts),
-        used * rng.integers(1, int(rng.choice([4, 20])), experts),
-        np.sort(rng.integers(0, experts + 1, top + 2)).tolist(),
-        int(rng.integers(1, 5)),
-        int(rng.integers(0, 25)),
-        int(rng.integers(0, 4)),
-    )
+    return {
+        "utility": rng.integers(0, top + 1, experts),
+        "absent": rng.random(experts) >= 0.4,
+        "gpu_ns": used * rng.integers(1, 6, experts),
+        "cpu_ns": used * rng.integers(1, int(rng.choice([4, 20])), experts),
+        "keys": rng.integers(0, top + 2, int(rng.integers(0, experts))).tolist(),  # top + 1 is frozen
+        "free": int(rng.integers(0, 3)),
+        "copy_ns": int(rng.integers(1, 5)),
+        "budget_ns": int(rng.integers(0, 2 * experts)),
+        "cpu_first_ns": int(rng.integers(0, 4)),
+        "top": top,
+    }
+
+
+def threshold(keys, free, top, **given):
+    """As the policy asks: the pool's residents by key, on top of the free slots."""
+    pool = SlotKeys(1, max(len(keys), 1), top)
+    for id_, key in enumerate(keys):
+        pool.add(id_, key)
+    return best_threshold(room=[free + colder for colder in pool.colder()], **given)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PuLP 3 announces 4, PuLP 2 has only these names
 def test_equals_the_integer_optimum():
-    chosen = [(best_threshold(*instance(seed)), instance(seed)) for seed in range(40)]
-    assert len({tau for tau, _ in chosen}) >= 5  # the instances ask for different answers
-    for tau, given in chosen:
-        assert tau == threshold_by_integer_program(*given)
+    given = [instance(seed, 3 + seed % 10) for seed in range(40)] + [instance(seed, 128) for seed in (50, 51, 52)]
+    chosen = [threshold(**one) for one in given]
+    assert len(set(chosen)) >= 5  # the instances ask for different answers
+    assert chosen == [threshold_by_integer_program(**one) for one in given]
 
 
 NO_LIMIT = [9, 9, 9, 9]

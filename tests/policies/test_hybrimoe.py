@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from policy_loop import Host, make_setup, random_routing
 
 from moe_spac.policies.driver import Driver
-from moe_spac.policies.hss import RELEASE_COSTS, Schedule, paper_schedule, release_schedule
-from moe_spac.policies.hybrimoe import MrsScores, top_scores
+from moe_spac.policies.hss import RELEASE_COSTS, Planner, Schedule, paper_schedule, release_schedule
+from moe_spac.policies.hybrimoe import HybriMoe, MrsScores, top_scores
 from moe_spac.policies.interface import Costs, Demand, Forecast, Key, LayerReport, Setup, StepInfo
 from moe_spac.policies.load import load_policy
 from moe_spac.traces.schema import Kind
@@ -75,6 +75,33 @@ def test_everything_is_planned_once(resident, missing, cpu, costs):
         assert all(i < len(resident) for i in schedule.gpu)
         assert all(i >= len(resident) for i in schedule.copies)
         assert cpu or not schedule.cpu
+
+
+@given(LOADS, LOADS, st.booleans(), st.sampled_from([HAND, EQUAL, RELEASE_COSTS]), st.sampled_from([1, 7, 30, 200]))
+def test_a_makespan_is_that_of_the_plan(resident, missing, cpu, costs, copy):
+    planner = Planner(replace(costs, copy_bytes_ns=copy), cpu)
+    assert planner.makespan(resident, missing) == planner.plan(tuple(resident), tuple(missing)).makespan_ns
+
+
+class Forgetful(HybriMoe):
+    """Weighs everything anew whenever the link asks."""
+
+    def next_fetch(self, view):
+        self._best.clear()
+        return super().next_fetch(view)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_remembered_of_a_layer_is_still_true(seed):
+    records = []
+    for policy in (HybriMoe(), Forgetful()):
+        rng = np.random.default_rng(seed)
+        routing = random_routing(rng, 25, 4, 12, 3, tokens=5)
+        host = Host(policy, make_setup(policy, 4, 12, 4, top_k=3), routing, rng=rng, slow=True)
+        host.play(ahead=3, slots={12: (3,) * 4, 18: (4,) * 4})
+        records.append(host.record)
+    assert records[0] == records[1]
+    assert any(note[1] == "prefetch" for note in records[0])
 
 
 def demand(ids, weights=None, scores=None):
@@ -154,3 +181,49 @@ def test_true_forecasts_raise_hits():
         routing = random_routing(np.random.default_rng(4), 40, 4, 16, 2, tokens=3)
         hits.append(Host(policy, make_setup(policy, 4, 16, 4), routing).play(ahead=3).total.hits)
     assert hits[1] > 1.2 * hits[0]
+
+
+def test_parts_switched_off():
+    routing = random_routing(np.random.default_rng(4), 40, 4, 16, 2, tokens=3)
+    totals = {}
+    for spec in ("schedule=false,prefetch=false,cache=fixed", "prefetch=false,cache=fixed",
+                 "schedule=false,cache=fixed", "schedule=false,prefetch=false", "prefetch=false"):  # fmt: skip
+        policy = load_policy(f"hybrimoe:start=random,{spec}")
+        totals[spec] = Host(policy, make_setup(policy, 4, 16, 4), routing).play(ahead=3).total
+    none, scheduling, prefetching, caching, both = totals.values()
+    assert none.copies == 0
+    assert none.cpu == none.needed - none.hits
+    assert (scheduling.hits, scheduling.fetches) == (none.hits, 0)  # the cache is what it was
+    assert scheduling.streams > 0
+    assert (prefetching.fetches, prefetching.streams) == (0, 0)
+    assert prefetching.hits > none.hits
+    assert (caching.fetches, caching.streams) == (0, 0)  # copies come in behind the layers
+    assert caching.hits > none.hits
+    assert both.fetches > 0
+
+
+def test_lru_in_place_of_scores():
+    # 3 is used twice and early, 4 once and late.
+    evicted = []
+    for order in ("mrs", "lru"):
+        policy, record = load_policy(f"hybrimoe:cache={order},alpha=0.1"), []
+        driver = Driver(policy, replace(Setup(1, 8, 1, 1, (2,), HAND), cpu=False), record=record)
+        for expert in (3, 3, 4, 5):
+            driver.gate(0, np.array([[expert]]))
+            driver.layer_ends(LayerReport(0, 0, 0, 0, 0, 0))
+        evicted += [note[2] for note in record if note[1] == "evict"]
+    assert evicted == [Key(0, 4), Key(0, 3)]
+
+
+def test_what_comes_in_behind_outranks_what_it_displaces():
+    policy = load_policy("hybrimoe:schedule=false,prefetch=false,alpha=0.1")
+    driver = Driver(policy, Setup(1, 8, 1, 1, (1,), HAND))
+    seen = []
+    for expert in (3, 3, 4, 4, 4):
+        driver.gate(0, np.array([[expert]]))
+        driver.layer_ends(LayerReport(0, 0, 0, 0, 0, 0))
+        while (key := driver.next_fetch()) is not None:
+            driver.landed(key, 0)
+        seen += driver.cache.residents(0)
+    # Scores of 3 and 4 after each: .1 0, .19 0, .171 .1, .154 .19: the second use of 4 brings it in.
+    assert seen == [3, 3, 3, 4, 4]

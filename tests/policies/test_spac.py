@@ -286,6 +286,79 @@ def test_plain_decoding_is_inert_in_the_release_and_means_last_use_in_the_paper(
     assert totals["moe-spac"].hits > 0
 
 
+SWITCHES = [
+    {},
+    {"unified": False},
+    {"adaptive": False},
+    {"balance": False},
+    {"serial_tiers": True},
+    {"discard_late": False},
+    {"estimator": "binary"},
+    {"asynchronous": False},
+    {"asynchronous": False, "unified": False},
+    {"estimator": "binary", "asynchronous": False, "balance": False},
+]
+
+
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+def test_the_policy_knows_the_cache_whatever_is_switched_off(switches):
+    policy = MoeSpac(**switches)
+    rng = np.random.default_rng(3)
+    routing = random_routing(rng, 40, 3, 12, 3, tokens=9)
+    driver = Host(policy, make_setup(policy, 3, 12, 4, top_k=3, draft_length=8), routing, rng=rng).play()
+    known = [Key(*divmod(id_, 12)) for id_ in range(36) if policy.keys.resident(id_)]
+    assert known == sorted(driver.cache.resident)
+    assert policy._taken == len(driver.cache.resident) + len(driver.cache.flying)
+    assert sum(policy.keys.count) == len(known)
+    assert driver.total.copies > 0
+    assert (driver.total.fetches == 0) == policy.asynchronous
+    assert (driver.total.prefetches > 0) == policy.asynchronous
+
+
+def test_each_of_the_five_switches_decides_something():
+    """Of the five, CPU before GPU is the host's; every other one changes what is copied or evicted."""
+    records = []
+    for switches in SWITCHES[:6]:
+        policy = MoeSpac(**switches)
+        rng = np.random.default_rng(3)
+        routing = random_routing(rng, 60, 3, 12, 3, tokens=9)
+        host = Host(policy, make_setup(policy, 3, 12, 4, top_k=3, draft_length=8), routing, rng=rng, slow=True)
+        host.play()
+        records.append(host.record)
+    whole, unified, adaptive, balance, serial, discard = records
+    assert serial == whole
+    assert all(other != whole for other in (unified, adaptive, balance, discard))
+
+
+def test_without_the_estimator_the_last_batch_is_what_is_hot():
+    policy = MoeSpac(estimator="binary", balance=False)
+    driver = Driver(policy, Setup(1, 8, 2, 1, (4,), COSTS, draft_length=8))
+    for chosen in ([[0, 1], [0, 2]], [[5, 6]]):
+        driver.gate(0, np.array(chosen))
+        driver.layer_ends(LayerReport(0, 0, 0, 0, 0, 0))
+        asked = []
+        while (key := driver.next_fetch()) is not None:
+            asked.append(key.expert)
+            driver.landed(key, 0)
+        assert asked == sorted({e for row in chosen for e in row})
+        assert np.flatnonzero(policy.utility.u[0]).tolist() == asked
+
+
+def test_without_the_engine_a_layer_waits_for_its_hot_experts_alone():
+    policy = MoeSpac(asynchronous=False, balance=False, adaptive=False)
+    driver = Driver(policy, Setup(1, 8, 2, 1, (4,), COSTS, draft_length=8))
+    for copies, cpu in (((), (0, 1)), ((0, 1), ()), ((), ())):
+        plan = driver.gate(0, np.array([[0, 1]] * 9))
+        assert (plan.copies, plan.cpu) == (copies, cpu)
+        assert driver.next_fetch() is None
+        for expert in plan.copies:
+            driver.landed(Key(0, expert), 0)
+        driver.layer_ends(LayerReport(0, 0, 0, 0, 0, 0))
+    assert driver.cache.residents(0) == [0, 1]
+    plan = driver.gate(0, np.array([[0, 7]] * 9))  # 7 has no utility yet
+    assert (plan.gpu, plan.copies, plan.cpu) == ((0,), (), (7,))
+
+
 @pytest.mark.parametrize("bad", [{"k": 0}, {"tau": 7}, {"tau": 0}, {"smoothing": 0.0}, {"up": 0}, {"down": 0}])
 def test_impossible_parameters(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
