@@ -78,6 +78,14 @@ FAMILIES: dict[str, dict] = {
         "num_experts": 8, "moe_intermediate_size": 16, "num_dense_layers": 1,
         "layer_types": ["conv", "full_attention", "conv"],
     },
+    "gemma4_text": {
+        "num_experts": 8, "moe_intermediate_size": 16, "enable_moe_block": True, "top_k_experts": 2,
+        "global_head_dim": 16, "sliding_window": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320,
+    },
+    "jamba": {
+        "num_experts": 8, "attn_layer_period": 2, "attn_layer_offset": 0, "expert_layer_period": 2,
+        "expert_layer_offset": 0, "mamba_d_state": 4, "mamba_dt_rank": 4,
+    },
     "deepseek_v4": {"n_routed_experts": 8, "moe_intermediate_size": 16, "sliding_window": 8},
 }  # fmt: skip
 

@@ -258,17 +258,20 @@ def _kv_numbers(text: Any) -> int:
     """Keys and values, in numbers, that one more token of a long context adds to what is kept.
 
     Only layers that attend to all of it count: sliding windows are full by then, linear attention has a state of fixed
-    size. Latent attention (MLA) keeps the compressed vector and the rotary key (arXiv 2405.04434, section 2.1), as
-    inference engines do; transformers itself keeps them expanded.
+    size, and layers that share another's keys keep none. Latent attention (MLA) keeps the compressed vector and the
+    rotary key (arXiv 2405.04434, section 2.1), as inference engines do; transformers itself keeps them expanded.
     """
-    growing = sum(isinstance(c, DynamicLayer) and not c.is_sliding for c in DynamicCache(config=text).layers)
-    latent = getattr(text, "kv_lora_rank", None)
+    growing = [isinstance(c, DynamicLayer) and not c.is_sliding for c in DynamicCache(config=text).layers]
+    return sum(_kept(layer) for layer, grows in zip(text.per_layer_config, growing, strict=False) if grows)
+
+
+def _kept(layer: Any) -> int:
+    """Numbers that one layer keeps for a token; `layer` is its own configuration, where layers differ (Gemma 4)."""
+    latent = getattr(layer, "kv_lora_rank", None)
     if latent:
-        return growing * (latent + text.qk_rope_head_dim)
-    head = getattr(text, "global_head_dim", None) or getattr(text, "head_dim", None)
-    head = head or text.hidden_size // text.num_attention_heads
-    heads = getattr(text, "num_global_key_value_heads", None) or text.num_key_value_heads
-    return growing * heads * (head + (getattr(text, "v_head_dim", None) or head))
+        return latent + layer.qk_rope_head_dim
+    head = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+    return layer.num_key_value_heads * (head + (getattr(layer, "v_head_dim", None) or head))
 
 
 def dtype_of(config: Any, wanted: str) -> str:

@@ -27,8 +27,8 @@ from .writer import TraceWriter
 
 FLUSH_SECONDS = 5.0
 DRAFT_NOTE = (
-    "Routing of the draft. A step is one drafting round and stands beside the target's verify step of the same "
-    "positions; each of its rows was a pass of its own, but for unread text at its begin."
+    "Routing of the draft, not of the target. A step is one drafting round and stands beside the target's verify step "
+    "of the same positions; its rows were passes one after another, and the last proposal of a round has none."
 )
 
 

@@ -139,6 +139,25 @@ class CachedModel:
         return self.cache.is_croppable
 
 
+def reads_in_parts(model: Any) -> bool:
+    """Whether a text that is fed in parts gives the logits of the whole, but for rounding.
+
+    In transformers 5.24 that of Jamba does not: its Mamba layers begin anew with every part of more than one token. How
+    much rounding changes is seen by feeding single tokens, which every model supports.
+    """
+    vocab = model.config.get_text_config().vocab_size
+    ids = [token % vocab for token in range(16)]
+
+    def fed(sizes: Sequence[int]) -> torch.Tensor:
+        cached = CachedModel(model, vocab)
+        return torch.cat([cached.feed(ids[cached.length : cached.length + size], keep=size) for size in sizes])
+
+    with torch.inference_mode():
+        whole = fed([16])
+        parts, singles = ((fed(sizes) - whole).abs().max() for sizes in ([8, 8], [8, *[1] * 8]))
+    return bool(parts <= 10 * singles + 1e-4 * whole.abs().max())
+
+
 def distribution(logits: torch.Tensor, temperature: float, top_p: float = 1.0) -> torch.Tensor:
     """Sampling distribution [..., V] float64 on the CPU: softmax at `temperature`, then the smallest set of top tokens
     with at least `top_p` of the mass, renormalised. Target and draft must go through the same."""
@@ -218,6 +237,7 @@ class Speculation:
         self.text += prompt
         if not self.text:
             raise InputError("the prompt has no tokens; give at least one")
+        self._check_parts()
         result = Generation()
         if self._prefill(result) and self.draft is not None:
             self.target.expect_crops()
@@ -230,6 +250,16 @@ class Speculation:
             if result.tokens[-1] in self.options.stop_tokens:
                 break
         return result
+
+    def _check_parts(self) -> None:
+        """Raise InputError where the text has to be read in parts and a recurrent target would lose its state."""
+        begin, end = self.target.length, len(self.text) - 1
+        at_once = end - begin <= (self.options.prefill_chunk if begin == 0 else 1)
+        if not at_once and not self.target.can_crop and not reads_in_parts(self.target.model):
+            raise InputError(
+                f"the target ({type(self.target.model).__name__}) loses its state where transformers reads a text in "
+                f"parts; give prompts of one turn and a --prefill-chunk of at least {end}"
+            )
 
     def _interrupted(self, result: Generation) -> bool:
         result.interrupted = result.interrupted or self.observer.stop()

@@ -11,9 +11,10 @@ from moe_spac.simulator.parameters import count
 from moe_spac.traces.errors import InputError
 from moe_spac.traces.models import model_shape, moe_blocks
 from moe_spac.traces.recorder import RouterRecorder
-from moe_spac.traces.speculate import CachedModel, Options, Speculation
+from moe_spac.traces.speculate import CachedModel, Options, Speculation, reads_in_parts
 
-RECURRENT = ("qwen3_next", "lfm2_moe")
+RECURRENT = ("qwen3_next", "lfm2_moe", "jamba")
+WHOLE = ("jamba",)  # its state in transformers does not survive a prompt in parts
 ODD = ("deepseek_v4",)  # its first layers look experts up by token
 PROMPT = list(range(5, 17))
 
@@ -24,7 +25,8 @@ def recorded(model, family, **kinds):
     recorder = RouterRecorder(model, model_shape(model.config, family), steps.append, **kinds)
     draft = None if family in RECURRENT + ODD else model
     with recorder.watching():
-        speculation = Speculation(model, draft, Options(6, 2, prefill_chunk=5), recorder)
+        chunk = 512 if family in WHOLE else 5
+        speculation = Speculation(model, draft, Options(6, 2, prefill_chunk=chunk), recorder)
         speculation.generate(PROMPT)
     names = ("tokens", "experts", "weights", *(["scores", "ahead"] if kinds else []))
     rows = {name: np.concatenate([getattr(s, name)[s.kept] for s in steps]) for name in names}
@@ -164,6 +166,18 @@ def test_gates_that_need_more_than_hidden_states(runs):
         recorded(model, "deepseek_v4", scores=True)
 
 
+def test_prompt_in_parts_is_refused_where_it_would_come_out_wrong(runs):
+    model = runs("jamba").model
+    assert not reads_in_parts(model)
+    assert all(reads_in_parts(runs(family).model) for family in ("qwen3_next", "lfm2_moe", "mixtral"))
+    speculation = Speculation(model, None, Options(2, prefill_chunk=16))
+    speculation.generate(PROMPT)
+    with pytest.raises(InputError, match=r"JambaForCausalLM.* loses its state .* prompts of one turn"):
+        speculation.generate([4, 5, 6])
+    with pytest.raises(InputError, match="--prefill-chunk of at least 11"):
+        Speculation(model, None, Options(2, prefill_chunk=5)).generate(PROMPT)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shape_is_what_the_model_holds(runs, family):
     """Experts and dense weights add up to the model; keys and values are what its cache grows by."""
@@ -174,7 +188,7 @@ def test_shape_is_what_the_model_holds(runs, family):
     assert (shape.layers, shape.experts, shape.top_k, shape.hidden) == (3, 8, 2, 32)
     assert shape.expert_bytes == one * 4
     assert shape.all_expert_bytes + shape.dense_bytes == 4 * sum(p.numel() for p in model.parameters())
-    wide = family in ("mixtral", "olmoe", "gpt_oss", "phimoe", "minimax_m2", "deepseek_v4")
+    wide = family in ("mixtral", "olmoe", "gpt_oss", "phimoe", "minimax_m2", "jamba", "deepseek_v4")
     assert shape.expert_width == (48 if wide else 16)
     if not getattr(model.config, "kv_lora_rank", None):
         assert shape.kv_bytes_per_token == 4 * cache_growth(model)
@@ -186,8 +200,8 @@ def cache_growth(model):
     with torch.inference_mode():
         for count in (40, 10):
             cached.feed(range(count), keep=1)
-            kept = [(c.keys, c.values) for c in cached.cache.layers if getattr(c, "keys", None) is not None]
-            sizes.append(sum(k.numel() + v.numel() for k, v in kept))
+            kept = [getattr(layer, name, None) for layer in cached.cache.layers for name in ("keys", "values")]
+            sizes.append(sum(tensor.numel() for tensor in kept if tensor is not None))
     return (sizes[1] - sizes[0]) // 10
 
 
