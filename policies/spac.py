@@ -146,6 +146,7 @@ class MoeSpac(Policy):
     Ours: the formulas of `adaptive` and `balance`; `discard_late` (a request whose layer has begun is dropped);
     `scale` (levels and boundary follow the draft length); with `unified`, residents are not queued again. The time of
     a step, which limits the link, is the sum of its layers' reports, so drafting and attention are a reserve.
+    `calibration=change` is another reading of `adaptive`: boundaries follow how counts differ from the last batch's.
     For ablations, in our reading: `estimator=binary` (without the utility estimator: an expert is hot if the last batch
     used it at all, which is all that plain decoding shows) and `asynchronous=false` (without the engine: hot experts
     that are absent are copied when their layer needs them, and it waits).
@@ -165,6 +166,7 @@ class MoeSpac(Policy):
     scale: bool = True
     unified: bool = True
     adaptive: bool = True
+    calibration: Literal["utility", "change"] = "utility"
     balance: bool = True
     discard_late: bool = True
     serial_tiers: bool = False
@@ -191,7 +193,7 @@ class MoeSpac(Policy):
         layers, experts = setup.layers, setup.experts
         self._setup = setup
         smoothing = self.smoothing if self.adaptive and not self._binary else None
-        self.utility = UtilityEstimator(layers, experts, top, up, down, smoothing)
+        self.utility = UtilityEstimator(layers, experts, top, up, down, smoothing, self.calibration == "change")
         self.keys = SlotKeys(layers, experts, top)
         self._queues = LevelQueues(top, experts)
         self._held: Request | None = None

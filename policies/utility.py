@@ -15,18 +15,22 @@ def transition(utility: np.ndarray, d: np.ndarray, up: float, down: float, top: 
     return np.minimum(moved, top, out=moved)
 
 
-def calibrate(d: np.ndarray, up: float, down: float, top: int, smoothing: float) -> tuple[float, float]:
+def calibrate(
+    d: np.ndarray, up: float, down: float, top: int, smoothing: float, most: int | None = None
+) -> tuple[float, float]:
     """Adaptive boundary calibration: the boundaries follow the mean rise and the mean fall of this batch.
 
-    d: [E] counts - utilities, at least -top. The paper names a moving average and gives no formula; this one is ours.
-    A direction in which nothing deviates leaves its boundary alone. Both stay in 1..top.
+    d: [E] deviations, of which none is below -`most` (default: top, as for counts - utilities). The paper names a
+    moving average and gives no formula; this one is ours. A direction in which nothing deviates leaves its boundary
+    alone. Both stay in 1..top.
     """
-    spread = np.bincount(d + top).tolist()  # how often each deviation -top, -top + 1, ... occurs
-    falls, rises = spread[:top], spread[top + 1 :]
+    most = top if most is None else most
+    spread = np.bincount(d + most).tolist()  # how often each deviation -most, -most + 1, ... occurs
+    falls, rises = spread[:most], spread[most + 1 :]
     if risen := sum(rises):
         up += smoothing * (sum(d * n for d, n in enumerate(rises, 1)) / risen - up)
     if fallen := sum(falls):
-        down += smoothing * (sum((top - i) * n for i, n in enumerate(falls)) / fallen - down)
+        down += smoothing * (sum((most - i) * n for i, n in enumerate(falls)) / fallen - down)
     return min(max(up, 1.0), float(top)), min(max(down, 1.0), float(top))
 
 
@@ -42,8 +46,19 @@ def scaled_constants(draft_length: int, top: int) -> tuple[int, int, int]:
 class UtilityEstimator:
     """Utilities of all experts, `u` [L, E], with boundaries that are shared by the experts of a layer."""
 
-    def __init__(self, layers: int, experts: int, top: int, up: float, down: float, smoothing: float | None) -> None:
-        """`smoothing` None keeps the boundaries where they are."""
+    def __init__(
+        self,
+        layers: int,
+        experts: int,
+        top: int,
+        up: float,
+        down: float,
+        smoothing: float | None,
+        by_change: bool = False,
+    ) -> None:
+        """`smoothing` None keeps the boundaries where they are; `by_change`: they follow how counts differ from those
+        of the layer's last batch, not from utilities."""
+        self._last = np.zeros((layers, experts), dtype=np.int64) if by_change else None
         self.u = np.zeros((layers, experts), dtype=np.int64)
         self.boundaries = [(float(up), float(down))] * layers
         self._top, self._smoothing = top, smoothing
@@ -54,7 +69,12 @@ class UtilityEstimator:
         before = self.u[layer]
         d = counts - before
         after = transition(before, d, up, down, self._top)
-        if self._smoothing is not None:
+        if self._smoothing is not None and self._last is not None:
+            last = self._last[layer]
+            most = int(last.max())
+            self.boundaries[layer] = calibrate(counts - last, up, down, self._top, self._smoothing, most)
+            self._last[layer] = counts
+        elif self._smoothing is not None:
             self.boundaries[layer] = calibrate(d, up, down, self._top, self._smoothing)
         self.u[layer] = after
         return after

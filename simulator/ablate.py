@@ -39,6 +39,7 @@ SPAC = Study(
         Arm("no async engine", "hot experts are copied when their layer needs them", {"asynchronous": False}),
         Arm("(a) off", "residents drop to key 0 when their layer ends", {"unified": False}),
         Arm("(b) off", "boundaries stay where they are", {"adaptive": False}),
+        Arm("(b) by change", "boundaries follow the change of counts", {"calibration": "change"}),
         Arm("(c) off", "as no HetWB", {"balance": False}),
         Arm("(d) off", "the GPU starts when the CPU has finished", {"serial_tiers": True}),
         Arm("(e) off", "requests whose layer has begun are still served", {"discard_late": False}),

@@ -211,9 +211,9 @@ def hybrimoe_parts(tokens: int = 160) -> Part:
               "arXiv 2504.05897, decode")
     )  # fmt: skip
     part.remarks.append(
-        "What the published baseline (on KTransformers) does with the slots, and how its caching arm fills them without "
-        "the scheduler, is not known; `spac-sim ablate` has our reading. Here a prefetched expert stays, so that "
-        "prefetching alone is a cache as well, and what scheduling alone has copied is dropped."
+        "What the published baseline (on KTransformers) does with the slots, and how its caching arm fills them "
+        "without the scheduler, is not known; `spac-sim ablate` has our reading. Here a prefetched expert stays, so "
+        "that prefetching alone is a cache as well, and what scheduling alone has copied is dropped."
     )
     return part
 

@@ -10,7 +10,7 @@ from moe_spac.policies.driver import Driver
 from moe_spac.policies.interface import Key, LayerReport, Setup, StepInfo
 from moe_spac.policies.load import load_policy
 from moe_spac.policies.spac import LevelQueues, MoeSpac, MoeSpacRelease, Request, SlotKeys
-from moe_spac.policies.utility import calibrate, scaled_constants, transition
+from moe_spac.policies.utility import UtilityEstimator, calibrate, scaled_constants, transition
 from moe_spac.traces.schema import Kind
 
 
@@ -96,6 +96,15 @@ def test_boundaries_follow_the_mean_deviation():
     assert calibrate(np.array([0]), 5.0, 1.0, 5, 0.1) == (5.0, 1.0)
     assert calibrate(np.array([99]), 5.0, 1.0, 5, 1.0) == (5.0, 1.0)
     assert calibrate(np.array([-5, -5]), 5.0, 1.0, 5, 0.5) == (5.0, 3.0)
+    assert calibrate(np.array([-9, 0]), 5.0, 1.0, 5, 0.25, most=9) == (5.0, 3.0)
+
+
+def test_boundaries_may_follow_the_change_of_counts():
+    estimator = UtilityEstimator(1, 3, 5, 5, 1, 0.5, by_change=True)
+    estimator.update(0, np.array([9, 3, 0]))  # from nothing: rises 9 and 3, no fall
+    assert estimator.boundaries[0] == (5.0, 1.0)  # 5.5, clipped
+    estimator.update(0, np.array([5, 4, 0]))  # a rise of 1, a fall of 4
+    assert estimator.boundaries[0] == (3.0, 2.5)
 
 
 def test_four_tokens_never_heat_anything():

@@ -37,7 +37,7 @@ def test_all_arms_of_moe_spac_run_beside_the_whole():
         assert row.outcome.status == "ok"
         assert row.to_full == row.outcome.speed / rows[0].outcome.speed
         assert row.to_base is None  # no published factors
-    assert rows[2].outcome is rows[6].outcome  # no HetWB is switch (c): one run serves both
+    assert rows[2].outcome is rows[7].outcome  # no HetWB is switch (c): one run serves both
     policy = load_policy(rows[-1].spec)
     release = load_policy("moe-spac-release:k=3")
     assert vars(policy) == vars(release)
@@ -89,20 +89,26 @@ def test_forecasts_are_right_as_often_as_stated():
     made = Foretold(Trace(base.header, steps), (1.0, 0.0))
     assert made.header.lookahead == 2
     assert "right with probability 1,0" in made.header.notes
-    for step in made.steps():
-        assert step.ahead is not None
-        assert step.ahead.shape == (1, 2, 2, 2)
-        assert set(step.ahead[0, 0, 0].tolist()) == set(step.experts[0, 1].tolist())
-        assert not set(step.ahead[0, 0, 1].tolist()) & set(
-            step.experts[0, 1].tolist()
-        )  # beyond the end: the last layer
-        assert all(len(set(row)) == 2 for row in step.ahead.reshape(-1, 2).tolist())
+    for ahead, step in zip(aheads(made), steps, strict=True):
+        assert ahead.shape == (1, 2, 2, 2)
+        last = set(step.experts[0, 1].tolist())  # two layers ahead of the first there is none, so the last repeats
+        assert set(ahead[0, 0, 0].tolist()) == last
+        assert not set(ahead[0, 0, 1].tolist()) & last
+        assert all(len(set(row)) == 2 for row in ahead.reshape(-1, 2).tolist())
     half = Foretold(Trace(base.header, steps), (0.5,))
-    right = [len(set(s.ahead[0, 0, 0].tolist()) & set(s.experts[0, 1].tolist())) for s in half.steps()]
+    found = zip(aheads(half), steps, strict=True)
+    right = [len(set(ahead[0, 0, 0].tolist()) & set(step.experts[0, 1].tolist())) for ahead, step in found]
     assert np.mean(right) / 2 == pytest.approx(0.5, abs=0.15)
-    again = [s.ahead.tobytes() for s in pickle.loads(pickle.dumps(half)).steps()]
-    assert again == [s.ahead.tobytes() for s in half.steps()]
-    assert again != [s.ahead.tobytes() for s in Foretold(half.trace, (0.5,), seed=1).steps()]
+    assert bytes_of(pickle.loads(pickle.dumps(half))) == bytes_of(half)
+    assert bytes_of(half) != bytes_of(Foretold(half.trace, (0.5,), seed=1))
+
+
+def aheads(trace):
+    return [np.asarray(step.ahead) for step in trace.steps()]
+
+
+def bytes_of(trace):
+    return [ahead.tobytes() for ahead in aheads(trace)]
 
 
 @pytest.mark.parametrize("text", ["1.5", "a,b", "", "-0.1"])
@@ -144,7 +150,7 @@ def test_planning_is_measured_and_failures_are_told(tmp_path):
     assert good.us is not None
     assert {"dispatch", "layer_ends"} <= set(good.us)
     assert good.total == pytest.approx(sum(good.us.values()))
-    assert planned("static", trace, MACHINE, 6, repeats=1).total > 0
+    assert (planned("static", trace, MACHINE, 6, repeats=1).total or 0) > 0
 
 
 def test_planning_beside_what_is_charged(tmp_path):

@@ -119,7 +119,7 @@ def test_training_chooses_and_the_held_out_part_judges():
     assert found.training_score == max(scores)
     assert found.held_out == speed(judging, found.winner, AR)
     assert found.held_out_default == speed(judging, "lrfu", AR)
-    assert found.gain == found.held_out / found.held_out_default
+    assert found.gain == speed(judging, found.winner, AR) / speed(judging, "lrfu", AR)
     assert told[-1] == (30 * 4 + 30 * 2,) * 2
     assert [done for done, _ in told] == sorted(done for done, _ in told)
 
