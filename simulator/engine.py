@@ -136,6 +136,7 @@ class Engine:
 
     def step_ends(self, accepted: int, kept: np.ndarray, emitted: int) -> None:
         """Verification is over; the step's times are closed."""
+        self._catch_up()
         self.driver.step_ends(accepted, kept)
         self._look_for_work()
         meters = (self._cpu, self.link.meter, self.dram.meter, self.link.back_meter)
@@ -311,7 +312,7 @@ class Engine:
         self._wait_until(work.at, label)
 
     def _catch_up(self) -> None:
-        """Let everything happen that is due by now: prefetches, for layers wait for all copies of their own."""
+        """Let everything happen that is due by now: prefetches and ways back, for layers wait for what they need."""
         while self.env.peek() <= self.now:
             self.env.step()
 

@@ -29,8 +29,8 @@ class Wander(Policy):
 
     name: ClassVar[str] = "wander"
 
-    def __init__(self, prefetch: bool, ways: tuple[Where, ...], serial: bool = False) -> None:
-        self.prefetch, self.ways, self.serial_tiers = prefetch, ways, serial
+    def __init__(self, prefetch: bool, ways: tuple[Where, ...], serial: bool = False, back: bool = False) -> None:
+        self.prefetch, self.ways, self.serial_tiers, self.write_back = prefetch, ways, serial, back
         self.deaf = frozenset() if prefetch else frozenset({"next_fetch"})
 
     def setup(self, setup):
@@ -78,21 +78,28 @@ WAYS = [(Where.FETCH,), (Where.CPU,), (Where.FETCH, Where.STREAM), (Where.FETCH,
     st.sampled_from(WAYS),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
     st.integers(0, 90),
     st.integers(0, 90),
     st.integers(1, 6),
     st.integers(1, 40),
     st.integers(1, 4),
 )
-def test_closed_form_and_events_agree_to_the_nanosecond(tokens, ways, prefetch, serial, copy, cpu, slots, dram, chunks):
+def test_closed_form_and_events_agree_to_the_nanosecond(
+    tokens, ways, prefetch, serial, back, copy, cpu, slots, dram, chunks
+):
     steps = [step([[sorted(layer) for layer in token] for token in t], drafted=len(t) - 1) for t in tokens]
     times = rates(copy=copy, cpu=cpu, gpu=7, dense=11, hybrid=3, dram=dram * 10**9, copy_fixed=2, chunks=chunks)
+    times = replace(times, back_bytes_ns=130, both_ways=0.5)
     runs = [
-        play(steps, Wander(prefetch, ways, serial), times, experts=6, slots=[slots] * 3, exact=exact)
+        play(steps, Wander(prefetch, ways, serial, back), times, experts=6, slots=[slots] * 3, exact=exact)
         for exact in (False, True)
     ]
     (short, record), (long, same) = runs
     assert short.steps == long.steps
+    for s in short.steps:
+        assert sum(s.gpu.values()) == s.wall_ns
+        assert all(0 <= sum(lane.values()) <= s.wall_ns for lane in (s.cpu, s.link, s.dram, s.back))
     assert record == same
     assert short.driver.total == long.driver.total
     for name in LAYER_COLUMNS:
