@@ -59,6 +59,7 @@ def tell(part: "Part") -> None:
     show_table(part.title, [{k: _shown(v) for k, v in row.items()} for row in part.rows])
     say(part.setting)
     show_table("Signs", claim_rows(part))
+    show_table("With one assumption changed", [{k: _shown(v) for k, v in row.items()} for row in part.more])
     for line in part.remarks:
         say(f"- {line}")
     say("")
@@ -108,6 +109,7 @@ def markdown(parts: "Sequence[Part]") -> str:
     ]
     for part in parts:
         lines += ["", f"## {part.title}", "", part.setting, "", *_table(part.rows), "", *_table(claim_rows(part))]
+        lines += ["", "With one assumption changed:", "", *_table(part.more)] if part.more else []
         lines += ["", *[f"- {line}" for line in part.remarks]] if part.remarks else []
     return "\n".join(lines) + "\n"
 

@@ -39,13 +39,15 @@ class Claim:
 
 @dataclass(slots=True)
 class Part:
-    """One question. setting: what was run; rows: its table; remarks: what is to be known before quoting it."""
+    """One question. setting: what was run; rows: its table; more: another, of what changes with an assumption;
+    remarks: what is to be known before quoting it."""
 
     name: str
     title: str
     setting: str
     claims: list[Claim] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    more: list[dict[str, Any]] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
 
