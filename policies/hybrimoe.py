@@ -178,7 +178,7 @@ class HybriMoe(_HybriMoe):
         return Where.STREAM if self.cache == "fixed" else Where.FETCH
 
     def next_fetch(self, view: View) -> Key | None:
-        key = self._most_saving(view) if self.prefetch and self._ahead else None
+        key, self._inserting = self._most_saving(view) if self.prefetch and self._ahead else None, None
         if key is None and not self.schedule:
             key = self._inserting = self._behind.next_fetch(view)
         return key
