@@ -1,9 +1,10 @@
-"""What recording costs: `python tests/benchmarks/bench_record.py [--tokens N] [--repeats R] [--json]`.
+"""What recording costs: `python tests/benchmarks/bench_record.py [--tokens N] [--rounds R] [--json]`.
 
-The embedded pair writes the same text four ways, in turns, R times each: transformers' own greedy `generate` without a
-draft, our draft/verify loop with nobody watching, the same with the recorder writing its file, and the same with all
-scores and three layers of lookahead. The figure is CPU seconds of this process (`time.process_time`), the least of the
-repeats, prompts included; so other processes on the machine disturb it little, but it is no timing of a quiet machine.
+The embedded pair writes the same text in several ways, in turns, R rounds: by transformers' own greedy `generate`, by
+our loop without a draft, by our draft/verify loop with nobody watching, by the same with the recorder writing its file,
+and by the same with all scores and three layers of lookahead. Seconds are CPU seconds of this process
+(`time.process_time`), prompts included: the least of the rounds. Ratios are to the unwatched loop of the same round:
+their median and quartiles, which say how far to trust them; on a machine with other work they are no quiet timing.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from moe_spac.traces.console import say, show_json
@@ -64,38 +66,45 @@ def _generate(model: Any, ids: list[int], tokens: int) -> list[int]:
     return out[0].tolist()
 
 
-def measure(tokens: int, repeats: int) -> dict[str, float]:
-    """CPU seconds of each case, the least of the repeats; the cases take turns, so that drift meets all of them."""
-    seconds: dict[str, float] = {}
+def measure(tokens: int, rounds: int) -> dict[str, np.ndarray]:
+    """CPU seconds [rounds] of each case; the cases take turns, so that drift meets all of them."""
     with tempfile.TemporaryDirectory() as folder:
         todo = cases(tokens, Path(folder))
         texts = {name: case() for name, case in todo.items()}  # warms up too
-        ours = [text for name, text in texts.items() if name.startswith("loop")]
-        assert all(text == ours[0] for text in ours), "the ways do not write the same text"
-        for _ in range(repeats):
-            for name, case in todo.items():
-                begin = time.process_time()
-                case()
-                spent = time.process_time() - begin
-                seconds[name] = min(spent, seconds.get(name, spent))
-    return seconds
+        if any(text != texts["loop"] for name, text in texts.items() if name.startswith("loop")):
+            raise SystemExit("the ways do not write the same text")
+        return {name: np.array(seconds) for name, seconds in _rounds(todo, rounds).items()}
+
+
+def _rounds(todo: dict[str, Callable[[], list[list[int]]]], rounds: int) -> dict[str, list[float]]:
+    spent: dict[str, list[float]] = {name: [] for name in todo}
+    for _ in range(rounds):
+        for name, case in todo.items():
+            begin = time.process_time()
+            case()
+            spent[name].append(time.process_time() - begin)
+    return spent
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    seconds = measure(args.tokens, args.repeats)
-    base = seconds["loop"]
-    if args.json:
-        show_json({"tokens": 3 * args.tokens, "cpu_seconds": seconds})
-        return
-    say(f"3 prompts, {args.tokens} new tokens each, draft length {DRAFT_LENGTH}, least of {args.repeats} repeats")
+    seconds = measure(args.tokens, args.rounds)
+    rows = []
     for name, spent in seconds.items():
-        say(f"{name:28} {spent:7.3f} CPU s  {spent / base:6.3f} of the loop")
+        low, middle, high = np.quantile(spent / seconds["loop"], [0.25, 0.5, 0.75]).tolist()
+        rows.append({"way": name, "cpu_seconds": spent.min(), "ratio": middle, "quartiles": [low, high]})
+    if args.json:
+        show_json({"new_tokens": 3 * args.tokens, "draft_length": DRAFT_LENGTH, "rounds": args.rounds, "ways": rows})
+        return
+    say(f"3 prompts, {args.tokens} new tokens each, draft length {DRAFT_LENGTH}, {args.rounds} rounds")
+    for row in rows:
+        spread = " to ".join(f"{ratio:.2f}" for ratio in row["quartiles"])
+        say(f"{row['way']:28} {row['cpu_seconds']:7.3f} CPU s  {row['ratio']:6.3f} of the loop ({spread})")
 
 
 if __name__ == "__main__":
