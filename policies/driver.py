@@ -15,7 +15,7 @@ import numpy as np
 from ..traces.schema import Kind
 from .demand import Needed, needed_by_layer
 from .future import Future
-from .interface import Demand, Forecast, Key, LayerReport, Policy, Setup, StepInfo, Where
+from .interface import Answer, Demand, Forecast, Key, LayerReport, Policy, Setup, StepInfo, Where
 from .residency import Evictable, Residency
 
 T = TypeVar("T")
@@ -273,18 +273,11 @@ class Driver:
             self._unused -= used
             count.prefetches_used += len(used)
 
-    def _plan(self, demand: Demand, answer: Sequence[tuple[int, Where]]) -> Plan:
-        told, load = dict(answer), demand.load()
-        if told.keys() != load.keys():
-            self._complete(demand, told)
+    def _plan(self, demand: Demand, answer: Answer) -> Plan:
+        gpu, others = self._sorted(demand, answer)
         held, flying, keys = demand.held, self.cache.flying, self._keys[demand.layer]
-        gpu = [e for e, where in told.items() if where is GPU]
-        if not held.issuperset(gpu):
-            self._fail(f"called expert {next(e for e in gpu if e not in held)} resident, and it is not")
         copies, fetched, joins, cpu = [], [], [], []
-        for expert, where in told.items() if len(gpu) < len(told) else ():
-            if where is GPU:
-                continue
+        for expert, where in others:
             if where is CPU:
                 cpu.append(expert)
             elif expert in held:
@@ -299,8 +292,7 @@ class Driver:
         if copies:
             del fetched[0 if self._frozen else self.cache.staging :]
             kept = frozenset(fetched)
-            for expert in fetched:
-                self.cache.stage(keys[expert])
+            self.cache.stage([keys[e] for e in fetched])
             self._count.fetches += len(fetched)
             self._count.streams += len(copies) - len(fetched)
         if joins:
@@ -309,7 +301,21 @@ class Driver:
             self._count.cpu += len(cpu)
             if not self.setup.cpu:
                 self._fail(f"sent expert {cpu[0]} to the CPU, and there is no CPU tier")
-        return Plan(demand, tuple(gpu), tuple(copies), kept, tuple(joins), tuple(cpu), load)
+        return Plan(demand, tuple(gpu), tuple(copies), kept, tuple(joins), tuple(cpu), demand.load())
+
+    def _sorted(self, demand: Demand, answer: Answer) -> tuple[list[int], Sequence[tuple[int, Where]]]:
+        """Who runs as a resident, and who elsewhere and where, both in the policy's order; complete and legal."""
+        held, experts = demand.held, demand.experts
+        if isinstance(answer, Where):
+            gpu = [e for e in experts if e in held]
+            return gpu, [(e, answer) for e in experts if e not in held] if len(gpu) < len(experts) else ()
+        told = dict(answer)
+        if told.keys() != set(experts):
+            self._complete(demand, told)
+        gpu = [e for e, where in told.items() if where is GPU]
+        if not held.issuperset(gpu):
+            self._fail(f"called expert {next(e for e in gpu if e not in held)} resident, and it is not")
+        return gpu, [pair for pair in told.items() if pair[1] is not GPU] if len(gpu) < len(told) else ()
 
     def _complete(self, demand: Demand, told: dict[int, Where]) -> None:
         """What the policy left out falls back; what it invented fails."""
@@ -336,16 +342,18 @@ class Driver:
         """Staged experts ask for a slot, one by one; those admitted before are spared."""
         cache, admitted = self.cache, set()
         layer = next(iter(cache.staged)).layer
-        candidates = cache.candidates(layer, admitted)
-        scope = cache.scopes[layer]
+        candidates, free = cache.candidates(layer, admitted), cache.free(layer)
         for key in list(cache.staged):
-            if cache.used[scope] < cache.capacity[scope] or self._make_room(key, candidates):
-                cache.admit(key)
-                admitted.add(key)
-                self._count.insertions += 1
-                self._note("admit", key)
-            else:
+            if free > 0:
+                free -= 1
+            elif not self._make_room(key, candidates):
                 cache.unstage(key)
+                continue
+            cache.admit(key)
+            admitted.add(key)
+            self._count.insertions += 1
+            if self.record is not None:
+                self._note("admit", key)
 
     def _make_room(self, key: Key, candidates: Evictable) -> bool:
         """Evict the resident that the policy names for `key`, if it names one."""

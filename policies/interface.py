@@ -37,6 +37,8 @@ class Where(StrEnum):
     CPU = "cpu"
 
 
+# Where each needed expert goes, in working order; or one place for all that are not resident.
+Answer = Sequence[tuple[int, Where]] | Where
 Scope = Literal["layer", "global"]
 
 
@@ -218,8 +220,11 @@ class Policy:
         """Experts that are resident before the first step, at most as many as there are slots."""
         return ()
 
-    def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
-        """Who computes each needed expert, in the order to work and to copy in. What is left out falls back."""
+    def dispatch(self, demand: Demand, view: View) -> Answer:
+        """Who computes each needed expert, in the order to work and to copy in. What is left out falls back.
+
+        A single `Where` is short for "residents on the GPU, then all others there, ascending".
+        """
         return [(e, Where.GPU if view.resident(Key(demand.layer, e)) else Where.FETCH) for e in demand.experts]
 
     def next_fetch(self, view: View) -> Key | None:

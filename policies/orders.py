@@ -8,8 +8,6 @@ import numpy as np
 from .interface import Candidates, Demand, Key, Setup, View, Where
 from .parts import Dispatcher, VictimOrder, split
 
-FETCH = Where.FETCH
-
 
 class Lru(VictimOrder):
     """Least recently used first. A whole demand counts as used at once; a prefetched expert as used when it lands."""
@@ -33,20 +31,11 @@ class Lru(VictimOrder):
 
     def used(self, demand: Demand, view: View) -> None:
         self._event += 1
-        uses = self._group(demand.layer)
-        for key in demand.keys:
-            uses[key] = self._event
-            uses.move_to_end(key)
-
-    def serve(self, demand: Demand) -> list[tuple[int, Where]]:
-        """`used` and the plain dispatcher's answer together, for the policy that is nothing else."""
-        self._event += 1
         event, uses = self._event, self._group(demand.layer)
         move = uses.move_to_end
         for key in demand.keys:
             uses[key] = event
             move(key)
-        return split(demand, FETCH)
 
     def older(self, incoming: Key, candidates: Candidates) -> Key | None:
         """The oldest candidate if `incoming` was used after it: `first` and `better` together. It is then evicted."""

@@ -13,9 +13,8 @@ import numpy as np
 
 from ..traces.schema import Kind
 from .future import Future
-from .interface import Candidates, Demand, Forecast, Key, LayerReport, Policy, Setup, StepInfo, View, Where
+from .interface import Answer, Candidates, Demand, Forecast, Key, LayerReport, Policy, Setup, StepInfo, View, Where
 from .prefill import cheaper_absent
-
 
 GPU = Where.GPU  # looking up a member costs ten times a name
 
@@ -154,8 +153,8 @@ class Prefetcher(Part):
 class Dispatcher(Part):
     """Who computes each needed expert. This one: residents first, then the misses, fetched."""
 
-    def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
-        return split(demand, Where.FETCH)
+    def dispatch(self, demand: Demand, view: View) -> Answer:
+        return Where.FETCH
 
 
 class OnCpu(Dispatcher):
@@ -170,8 +169,8 @@ class OnCpu(Dispatcher):
     def setup(self, setup: Setup) -> None:
         self._cpu, self._costs = setup.cpu, setup.costs
 
-    def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
-        return split(demand, self._missing(demand))
+    def dispatch(self, demand: Demand, view: View) -> Answer:
+        return self._missing(demand)
 
     def _missing(self, demand: Demand) -> Where:
         if not self._cpu:
@@ -288,7 +287,7 @@ class Composed(Policy):
         self._told("placed", keys)
         return keys
 
-    def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
+    def dispatch(self, demand: Demand, view: View) -> Answer:
         for tell in self._used:
             tell(demand, view)
         answer = self._parts.dispatch.dispatch(demand, view)
@@ -297,7 +296,7 @@ class Composed(Policy):
         admits = self._parts.admission.admits
         return [
             (e, Where.STREAM if where is Where.FETCH and not admits(Key(demand.layer, e), view) else where)
-            for e, where in answer
+            for e, where in (split(demand, answer) if isinstance(answer, Where) else answer)
         ]
 
     def next_fetch(self, view: View) -> Key | None:

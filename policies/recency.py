@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from .interface import Candidates, Demand, Forecast, Key, Scope, Setup, StepInfo, View, Where
+from .interface import Answer, Candidates, Demand, Forecast, Key, Scope, Setup, StepInfo, View, Where
 from .orders import Lru, Ranked
 from .parts import Composed, IfBetter, Parts, Prefetcher
 
@@ -78,8 +78,11 @@ class ArLru(Composed):
         if not self.spec_topk:
             self.deaf |= {"transfer_done"}  # what a layer fetched was used already
 
-    def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
-        return super().dispatch(demand, view) if self.spec_topk else self._lru.serve(demand)
+    def dispatch(self, demand: Demand, view: View) -> Answer:
+        if self.spec_topk:
+            return super().dispatch(demand, view)
+        self._lru.used(demand, view)
+        return Where.FETCH
 
     def victim(self, incoming: Key, candidates: Candidates, view: View) -> Key | None:
         if self.spec_topk:

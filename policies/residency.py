@@ -4,7 +4,7 @@ Assumptions: all experts have one size; experts are read-only, so evicting one n
 already owns the slot it will land in; experts fetched for the running layer wait in staging slots until the layer ends.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from .interface import Key
 
@@ -43,9 +43,10 @@ class Residency:
                 return where[key]
         raise KeyError(key)
 
-    def stage(self, key: Key) -> None:
-        assert len(self.staged) < self.staging
-        self.staged[key] = self._free.pop()
+    def stage(self, keys: Sequence[Key]) -> None:
+        assert len(self.staged) + len(keys) <= self.staging
+        for key in keys:
+            self.staged[key] = self._free.pop()
 
     def unstage(self, key: Key) -> None:
         self._free.append(self.staged.pop(key))
