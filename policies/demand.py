@@ -1,5 +1,7 @@
 """From the routing of tokens to what a layer needs: distinct experts and how many tokens chose each."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 Needed = tuple[tuple[int, ...], tuple[int, ...]]  # experts ascending, and the tokens of each
@@ -19,3 +21,14 @@ def needed_by_layer(ids: np.ndarray) -> list[Needed]:
     loads = tuple(np.diff(starts, append=chosen.size).tolist())
     ends = np.cumsum(first.sum(axis=1)).tolist()
     return [(experts[a:b], loads[a:b]) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+class PerLoad(dict[int, int]):
+    """Times of an expert by its tokens, worked out once each."""
+
+    def __init__(self, price: Callable[[int], int]) -> None:
+        self._price = price
+
+    def __missing__(self, tokens: int) -> int:
+        self[tokens] = self._price(tokens)
+        return self[tokens]

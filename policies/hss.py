@@ -5,9 +5,10 @@ positions: 0..R-1 name residents, R..R+M-1 the missing ones in the order given.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .demand import PerLoad
 from .interface import Costs
 
 # The constants in HybriMoE's released code (508a85b), in ns, "need to be tested" by its own comment.
@@ -40,17 +41,6 @@ class Schedule:
     makespan_ns: int
 
 
-class _PerLoad(dict[int, int]):
-    """Times by tokens, worked out once each."""
-
-    def __init__(self, price: Callable[[int], int]) -> None:
-        self._price = price
-
-    def __missing__(self, tokens: int) -> int:
-        self[tokens] = self._price(tokens)
-        return self[tokens]
-
-
 class Planner:
     """The paper's simulation of three timelines (arXiv 2504.05897 section IV-B), remembering what it has worked out.
 
@@ -64,7 +54,7 @@ class Planner:
     def __init__(self, costs: Costs, cpu: bool = True) -> None:
         self._costs, self._cpu = costs, cpu
         self._copy_ns = max(costs.copy_ns, 1)  # so that a copy lands after it has begun
-        self._gpu_ns, self._cpu_ns = _PerLoad(costs.gpu_ns), _PerLoad(costs.cpu_ns)
+        self._gpu_ns, self._cpu_ns = PerLoad(costs.gpu_ns), PerLoad(costs.cpu_ns)
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...], int], Schedule] = {}
 
     def plan(self, resident: tuple[int, ...], missing: tuple[int, ...], coming: int = 0) -> Schedule:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import simpy
 
-from ..policies.demand import Needed, needed_by_layer
+from ..policies.demand import Needed, PerLoad, needed_by_layer
 from ..policies.driver import Counters, Driver, Plan
 from ..policies.future import Future
 from ..policies.interface import Forecast, Key, LayerReport, Policy, Setup, StepInfo, Where
@@ -81,7 +81,7 @@ class Engine:
         self.steps = StepLog()
         self._dense_only = dense_only_layers
         self._on_land, self._on_serve, self._slots_at, self._exact = on_land, on_serve, slots_at, exact
-        self._gpu_ns, self._cpu_ns = _PerLoad(rates.costs.gpu_ns), _PerLoad(rates.costs.cpu_ns)
+        self._gpu_ns, self._cpu_ns = PerLoad(rates.costs.gpu_ns), PerLoad(rates.costs.cpu_ns)
         self._gpu: dict[str, int] = dict.fromkeys(GPU_LABELS, 0)
         self._cpu = Meter()
         self._begin = 0
@@ -335,17 +335,6 @@ class Engine:
         self.link.prefetch(key)
         while (copy := self.link.current) is not None and copy.pageable:
             self._wait(copy, "wait_copy")
-
-
-class _PerLoad(dict[int, int]):
-    """Expert times by tokens, worked out once each."""
-
-    def __init__(self, price: Callable[[int], int]) -> None:
-        self._price = price
-
-    def __missing__(self, tokens: int) -> int:
-        self[tokens] = self._price(tokens)
-        return self[tokens]
 
 
 def _link(env: simpy.Environment, dram: Dram, driver: Driver, rates: Rates, landed: Callable[[Key, int], None]) -> Link:
