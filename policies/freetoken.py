@@ -47,11 +47,11 @@ class FreeToken(Composed):
     Theirs: of a layer's m misses q* = m * B_link / B_host are copied and enter a global LRU cache, the CPU computes the
     rest where they lie. The bandwidths come from a measurement of the machine.
     Ours: why that is a balance: if B_host is all that host memory gives, the CPU is left B_host - B_link, and with q*
-    both sides end together. B_link / B_host = CPU time / copy time of an expert with one token, from this machine's `Costs`, so the fixed
-    parts of both count as lower bandwidth; rounding to the nearest whole expert, so that below a share of one half a
-    single miss stays with the CPU; the experts with most tokens are fetched; batches of `offload_tokens` or more (a
-    prompt) fetch everything. `memory=apart` is q = m * B_link / (B_link + B_host), the balance where link and CPU do
-    not take bandwidth from each other (ours).
+    both sides end together. B_link / B_host = CPU time / copy time of an expert with one token, from this machine's
+    `Costs`, so the fixed parts of both count as lower bandwidth; rounding to the nearest whole expert, so that below a
+    share of one half a single miss stays with the CPU; the experts with most tokens are fetched; batches of
+    `offload_tokens` or more (a prompt) fetch everything. `memory=apart` is q = m * B_link / (B_link + B_host), the
+    balance where link and CPU do not take bandwidth from each other (ours).
     """
 
     name: ClassVar[str] = "freetoken"

@@ -26,9 +26,7 @@ def import_(
     out: Annotated[Path, typer.Option("-o", "--out", help="The trace file to write.")],
     model: Annotated[
         str | None,
-        typer.Option(
-            help="Whose routing: a trace, a name of synth --list, a config.json or a Hugging Face name."
-        ),
+        typer.Option(help="Whose routing: a trace, a name of synth --list, a config.json or a Hugging Face name."),
     ] = None,
     experts: Annotated[int | None, typer.Option(min=2, help="Experts a layer.")] = None,
     top_k: Annotated[

@@ -87,7 +87,9 @@ def _powers(axes: Axes, at: tuple[int, ...], label: str) -> None:
 
 def _popularity(axes: Axes, found: dict[str, Any]) -> None:
     share = -np.sort(-np.array(found["popularity"], float), axis=1) * found["experts"]
-    shown = axes.pcolormesh(share, rasterized=True, cmap="Greys", vmin=0, vmax=max(2.0, float(np.quantile(share, 0.99))))
+    shown = axes.pcolormesh(
+        share, rasterized=True, cmap="Greys", vmin=0, vmax=max(2.0, float(np.quantile(share, 0.99)))
+    )
     axes.set_title("Popularity of experts")
     axes.set_xlabel("experts of the layer, busiest first")
     axes.set_ylabel("layer")

@@ -90,7 +90,8 @@ def test_link_rates_need_a_unit(rate, pair, tmp_path):
 
 def test_what_changes_the_output_must_be_allowed(pair, tmp_path):
     (tmp_path / "lossy.py").write_text(
-        "from moe_spac.policies.interface import Policy\nclass Lossy(Policy):\n    name = 'lossy'\n    lossless = False\n"
+        "from moe_spac.policies.interface import Policy\n"
+        "class Lossy(Policy):\n    name = 'lossy'\n    lossless = False\n"
     )
     words = ("generate", "the expert", "--clock", "virtual", *pair, "--max-new-tokens", 2)
     with pytest.raises(InputError, match="--allow-lossy"):

@@ -55,7 +55,9 @@ def test_the_bound_is_a_row_that_no_other_row_exceeds(compared):
         assert (
             max(speeds)
             == speeds[-1]
-            == compared[1][0 if size == 8 else 8].bound.tokens_per_s(compared[1][0 if size == 8 else 8].bound.layered_ns)
+            == compared[1][0 if size == 8 else 8].bound.tokens_per_s(
+                compared[1][0 if size == 8 else 8].bound.layered_ns
+            )
         )
 
 
