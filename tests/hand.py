@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ def shape(layers: int, experts: int, top_k: int, expert_bytes: int = 1000) -> Mo
 
 
 def rates(
-    copy: int = 0, gpu: int = 0, cpu: int = 0, dense: int = 0, hybrid: int = 0, dram: int = 10**15, **more: int
+    copy: int = 0, gpu: int = 0, cpu: int = 0, dense: int = 0, hybrid: int = 0, dram: int = 10**15, **more: Any
 ) -> Rates:
     """Times in ns; an expert costs the same for any number of tokens."""
     costs = Costs(gpu, 0, 0.0, 0, 0, cpu, 0.0, hybrid, more.pop("copy_fixed", 0), copy)
