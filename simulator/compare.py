@@ -267,10 +267,12 @@ def find(outcomes: Sequence[Outcome], policy: str, size: int, mode: str) -> Outc
 
 
 def _add_bounds(job: Job, outcomes: Sequence[Outcome]) -> None:
-    """One set of bounds for every number of slots and mode; runs at other draft lengths get none."""
+    """One set of bounds for every number of slots and mode; runs at other draft lengths, also of a policy that chose
+    its own, get none: theirs were other steps."""
     found: dict[tuple[int, str], Bounds] = {}
     for o in outcomes:
-        if not o.cut and o.slots:
+        same_steps = not o.cut and o.metrics.get("decode_steps") in (None, job.loads[o.mode].decodes)
+        if same_steps and o.slots:
             if (o.slots, o.mode) not in found:
                 trace = job.source.view(o.mode)
                 rates = rates_for(job.machine, trace.header.target, trace.header.draft)

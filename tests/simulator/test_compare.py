@@ -208,3 +208,18 @@ def test_an_assumed_draft_cuts_plain_steps_into_windows():
     assert len(list(Source(plain(30), limit=9).view(AR).steps())) == 9
     with pytest.raises(InputError, match="has a draft already"):
         Source(speculated(), window=3).view(SD)
+
+
+def test_who_drafts_otherwise_is_not_held_against_the_bound_of_the_recorded_steps(tmp_path):
+    (tmp_path / "short.py").write_text(
+        "from moe_spac.policies.interface import Policy\n"
+        "class Short(Policy):\n"
+        "    name = 'short'\n"
+        "    def draft_length(self, longest):\n"
+        "        return min(1, longest)\n"
+    )
+    cases = cases_for(["ar-lru", f"{tmp_path}/short.py:Short"], [8], [SD], optimum=False)
+    plain, short = run_cases(replace(job_for(speculated()), bounded=True), cases)
+    assert plain.bound is not None
+    assert short.metrics["decode_steps"] > plain.metrics["decode_steps"]
+    assert short.bound is None
