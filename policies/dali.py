@@ -9,7 +9,7 @@ import numpy as np
 from .gates import GateAhead
 from .interface import Demand, Key, Setup, StepInfo, View, Where
 from .orders import Ranked
-from .parts import Composed, Dispatcher, Parts, Prefetcher
+from .parts import Composed, Dispatcher, Parts, Prefetcher, next_absent
 from .placement import Popular, check_source
 
 
@@ -79,11 +79,7 @@ class Swaps(Prefetcher):
         if self._order.over != self._seen:
             self._seen = self._order.over
             self._wanted = [key for layer in range(len(self._order.window)) for key in self._hottest(layer, view)][::-1]
-        while self._wanted:
-            key = self._wanted.pop()
-            if not view.resident(key) and not view.in_flight(key):
-                return key
-        return None
+        return next_absent(self._wanted, view)
 
     def _hottest(self, layer: int, view: View) -> list[Key]:
         loads = self._order.window[layer].copy()

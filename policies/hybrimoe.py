@@ -10,7 +10,7 @@ from ..traces.schema import Kind
 from .hss import RELEASE_COSTS, Planner, Schedule, release_schedule
 from .interface import Candidates, Demand, Forecast, Key, Policy, Setup, StepInfo, View, Where
 from .llamacpp import BackgroundInserts
-from .parts import VictimOrder, split
+from .parts import VictimOrder, next_absent, split
 
 
 def top_scores(demand: Demand, keep: int, experts: int) -> np.ndarray:
@@ -289,11 +289,7 @@ class HybriMoeRelease(_HybriMoe):
             self._wanted = [Key(layer, e) for e in best]
 
     def next_fetch(self, view: View) -> Key | None:
-        while self._wanted:
-            key = self._wanted.pop()
-            if not view.resident(key) and not view.in_flight(key):
-                return key
-        return None
+        return next_absent(self._wanted, view)
 
     def victim(self, incoming: Key, candidates: Candidates, view: View) -> Key | None:
         return self._first_victim(incoming.layer, candidates, view)

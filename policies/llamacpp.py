@@ -9,7 +9,7 @@ from ..traces.schema import Kind
 from .frequency import Crf
 from .interface import Demand, Key, Scope, Setup, StepInfo, View
 from .orders import Lru
-from .parts import Composed, Never, OnCpu, Parts, Prefetcher, VictimOrder
+from .parts import Composed, Never, OnCpu, Parts, Prefetcher, VictimOrder, next_absent
 from .static import Static
 
 
@@ -58,10 +58,8 @@ class BackgroundInserts(Prefetcher):
     def next_fetch(self, view: View) -> Key | None:
         while self._wanted:
             layer, keys = next(iter(self._wanted.items()))
-            while keys:
-                key = keys.pop()
-                if not view.resident(key) and not view.in_flight(key):
-                    return key
+            if (key := next_absent(keys, view)) is not None:
+                return key
             del self._wanted[layer]
         return None
 

@@ -15,6 +15,7 @@ from ..traces.schema import Kind
 from .future import Future
 from .interface import Answer, Candidates, Demand, Forecast, Key, LayerReport, Policy, Setup, StepInfo, View, Where
 from .prefill import cheaper_absent
+from .residency import even_shares
 
 GPU = Where.GPU  # looking up a member costs ten times a name
 
@@ -342,9 +343,18 @@ def split(demand: Demand, missing: Where) -> list[tuple[int, Where]]:
     return hits
 
 
+def next_absent(wanted: list[Key], view: View) -> Key | None:
+    """The last of `wanted` that is neither resident nor on its way; it and those after it are taken off the list."""
+    while wanted:
+        key = wanted.pop()
+        if not view.resident(key) and not view.in_flight(key):
+            return key
+    return None
+
+
 def even(setup: Setup) -> list[Key]:
     """The lowest ids of every layer, as many as its slots or an even share of a pool, the rest to the first layers."""
-    shares = list(setup.slots)
+    shares = setup.slots
     if len(shares) < setup.layers:
-        shares = [shares[0] // setup.layers + (i < shares[0] % setup.layers) for i in range(setup.layers)]
+        shares = even_shares(shares[0], setup.layers)
     return [Key(layer, e) for layer, n in enumerate(shares) for e in range(min(n, setup.experts))]

@@ -13,7 +13,7 @@ from ..traces.errors import InputError
 from ..traces.schema import Kind
 from .future import Future
 from .interface import Candidates, Demand, Key, Scope, Setup, StepInfo, View
-from .parts import Composed, Never, OnCpu, Parts, Placement, Prefetcher, VictimOrder, even
+from .parts import Composed, Never, OnCpu, Parts, Placement, Prefetcher, VictimOrder, even, next_absent
 
 
 def best(counts: np.ndarray, slots: tuple[int, ...]) -> list[Key]:
@@ -113,11 +113,7 @@ class Warmup(Prefetcher):
             self._popular.counts[demand.layer, list(demand.experts)] += demand.loads
 
     def next_fetch(self, view: View) -> Key | None:
-        while self._wanted:
-            key = self._wanted.pop()
-            if not view.resident(key) and not view.in_flight(key):
-                return key
-        return None
+        return next_absent(self._wanted, view)
 
     def replaces(self, incoming: Key, victim: Key, view: View) -> bool:
         return self._popular.better(incoming, victim)

@@ -8,7 +8,7 @@ import numpy as np
 
 from .interface import Answer, Candidates, Demand, Forecast, Key, Scope, Setup, StepInfo, View, Where
 from .orders import Lru, Ranked
-from .parts import Composed, IfBetter, Parts, Prefetcher
+from .parts import Composed, IfBetter, Parts, Prefetcher, next_absent
 
 
 class SpeculativeLoading(Prefetcher):
@@ -37,11 +37,7 @@ class SpeculativeLoading(Prefetcher):
         self._wanted = self._likely.get(demand.layer + 1, [])[::-1]
 
     def next_fetch(self, view: View) -> Key | None:
-        while self._wanted:
-            key = self._wanted.pop()
-            if not view.resident(key) and not view.in_flight(key):
-                return key
-        return None
+        return next_absent(self._wanted, view)
 
 
 @dataclass

@@ -9,6 +9,11 @@ from collections.abc import Collection, Iterator, Sequence
 from .interface import Key
 
 
+def even_shares(slots: int, layers: int) -> tuple[int, ...]:
+    """Slots of each layer where a total is shared out evenly, the remainder to the first ones."""
+    return tuple(slots // layers + (i < slots % layers) for i in range(layers))
+
+
 class Residency:
     """Slots, their occupants, and the copies that are on their way into one.
 

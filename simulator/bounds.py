@@ -96,13 +96,20 @@ class Bounds:
         return self.tokens * 1e9 / ns if ns else None
 
 
-def bounds(trace: Steps, rates: Rates, slots: int, scope: Scope = "global", cpu: bool = True) -> Bounds:
+def bounds(
+    trace: Steps,
+    rates: Rates,
+    slots: int,
+    scope: Scope = "global",
+    cpu: bool = True,
+    accesses: Accesses | None = None,
+) -> Bounds:
     """All bounds of a trace. `cpu`: whether there is a CPU tier, as in `Setup`.
 
-    The whole trace is held in memory as `Accesses`.
+    The whole trace is held in memory as `accesses`, which whoever wants bounds for several sizes makes once.
     """
     shape = trace.header.target
-    whole = Accesses.of(trace)
+    whole = accesses or Accesses.of(trace)
     decode = whole.only_decode()
     starts = whole.run_starts[whole.decode]
     shares = equal_slots(slots, whole.layers, whole.experts)

@@ -237,7 +237,6 @@ def save(
     path: Path, loaded: "dict[str, Policy]", job: "Job", trace: str, outcomes: "Sequence[Outcome]", command: str
 ) -> str:
     """Write the winner's policy file and say so; InputError if there is no winner or the file cannot be written."""
-    from ..policies.load import save_policy
     from .report import choice
 
     best = choice(outcomes)
@@ -254,12 +253,19 @@ def save(
         "tokens_per_s": best.speed,
         "command": command,
     }
+    write_policy("--save-winner", path, loaded[best.policy], chosen)
+    return f"{path}: {best.policy} with {chosen['slots_per_layer']:.3g} slots a layer, {best.mode} mode"
+
+
+def write_policy(flag: str, path: Path, policy: "Policy", chosen: dict[str, Any]) -> None:
+    """Write a policy file, its folder too. InputError names the flag."""
+    from ..policies.load import save_policy
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_policy(path, loaded[best.policy], chosen)
+        save_policy(path, policy, chosen)
     except OSError as error:
-        raise InputError(f"--save-winner {path}: cannot be written ({error.strerror})") from None
-    return f"{path}: {best.policy} with {chosen['slots_per_layer']:.3g} slots a layer, {best.mode} mode"
+        raise InputError(f"{flag} {path}: cannot be written ({error.strerror})") from None
 
 
 def told(folder: Path, written: Sequence[Path], plots: bool, saved: str | None, sizes: int) -> list[str]:

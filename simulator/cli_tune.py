@@ -9,7 +9,7 @@ import typer
 from ..traces.console import say, show_json, show_table, warn
 from ..traces.errors import InputError
 from .cli_ablate import Forecast
-from .cli_run import DEFAULT_MACHINE, AsJson, command_of, modes_for, progress_bar, source_for
+from .cli_run import DEFAULT_MACHINE, AsJson, command_of, modes_for, progress_bar, source_for, write_policy
 
 if TYPE_CHECKING:
     from .tune import Search, Tuned
@@ -68,7 +68,7 @@ def tune(
         tuned = search_for(search, policy, tried, jobs, _permille(bar))
     record = chosen(tuned, search, trace, command_of(ctx))
     if out is not None:
-        save(out, tuned, record)
+        write_policy("-o", out, load_policy(tuned.winner), record)
     if json:
         show_json(document(tuned, record))
         return 0
@@ -104,16 +104,6 @@ def chosen(tuned: "Tuned", search: "Search", trace: str, command: str) -> dict[s
         "seed": search.seed,
         "command": command,
     }
-
-
-def save(path: Path, tuned: "Tuned", record: dict[str, Any]) -> None:
-    from ..policies.load import load_policy, save_policy
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_policy(path, load_policy(tuned.winner), record)
-    except OSError as error:
-        raise InputError(f"-o {path}: cannot be written ({error.strerror})") from None
 
 
 def document(tuned: "Tuned", record: dict[str, Any]) -> dict[str, Any]:

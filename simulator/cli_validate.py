@@ -1,8 +1,5 @@
 """`spac-sim validate`: published measurements against predictions."""
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +7,7 @@ import typer
 
 from ..traces.console import say, show_json, show_table
 from ..traces.errors import InputError
+from .cli_run import progress_bar
 
 
 def validate(
@@ -30,7 +28,7 @@ def validate(
         raise InputError(f"STUDY {' '.join(study or [])}: no such study; studies: {', '.join(s.name for s in found)}")
     if out is not None and len(chosen) < len(found):
         raise InputError("-o: the page has all studies; leave STUDY out")
-    with _progress(sum(len(s.rows) for s in chosen)) as progress:
+    with progress_bar("replaying measurements", sum(len(s.rows) for s in chosen)) as progress:
         report = replay(chosen, progress)
     if out is not None:
         try:
@@ -51,17 +49,3 @@ def validate(
     if out is not None:
         say(f"written: {out}")
     return 0
-
-
-@contextmanager
-def _progress(rows: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar with an estimate on a terminal; nothing in a pipe."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("replaying measurements", total=rows)
-        yield lambda done: bar.update(task, completed=done)

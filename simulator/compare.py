@@ -18,6 +18,7 @@ from ..traces.batch import batched
 from ..traces.redraft import redrafted, windowed
 from ..traces.schema import DraftShape
 from ..traces.views import Steps, autoregressive
+from .accesses import Accesses
 from .bounds import Bounds, bounds
 from .capacity import slots_for_context
 from .engine import Run, future_of
@@ -270,13 +271,16 @@ def _add_bounds(job: Job, outcomes: Sequence[Outcome]) -> None:
     """One set of bounds for every number of slots and mode; runs at other draft lengths, also of a policy that chose
     its own, get none: theirs were other steps."""
     found: dict[tuple[int, str], Bounds] = {}
+    accesses: dict[str, Accesses] = {}
     for o in outcomes:
         same_steps = not o.cut and o.metrics.get("decode_steps") in (None, job.loads[o.mode].decodes)
         if same_steps and o.slots:
             if (o.slots, o.mode) not in found:
                 trace = job.source.view(o.mode)
+                if o.mode not in accesses:
+                    accesses[o.mode] = Accesses.of(trace)
                 rates = rates_for(job.machine, trace.header.target, trace.header.draft)
-                found[o.slots, o.mode] = bounds(trace, rates, o.slots)
+                found[o.slots, o.mode] = bounds(trace, rates, o.slots, accesses=accesses[o.mode])
             o.bound = found[o.slots, o.mode]
 
 

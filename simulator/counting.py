@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..policies.residency import even_shares
 from ..traces.errors import InputError
 from ..traces.views import Steps
 from .accesses import Accesses
@@ -60,9 +61,8 @@ class Ranks:
 
 
 def equal_slots(slots: int, layers: int, experts: int) -> tuple[int, ...]:
-    """`slots` shared out over the layers, the remainder to the first ones; as `engine.setup_for` does."""
-    slots = min(slots, layers * experts)
-    return tuple(slots // layers + (i < slots % layers) for i in range(layers))
+    """`slots` shared out over the layers, no more than there are experts; as `engine.setup_for` does."""
+    return even_shares(min(slots, layers * experts), layers)
 
 
 def count_fast(trace: Steps | Accesses, policy: str, slots: int) -> Counts:

@@ -24,6 +24,7 @@ from ..policies.demand import Needed, PerLoad, needed_by_layer
 from ..policies.driver import Counters, Driver, Plan
 from ..policies.future import Future
 from ..policies.interface import Forecast, Key, LayerReport, Policy, Setup, StepInfo, Where
+from ..policies.residency import even_shares
 from ..traces.schema import Kind, ModelShape, Step
 from .lanes import Copy, CopyPrice, Dram, Link, Meter
 from .machine import Rates
@@ -372,10 +373,8 @@ def gate_forecasts(layer: int, ahead: np.ndarray, layers: int) -> Iterable[Forec
 
 
 def shares(slots: int, layers: int, policy: Policy) -> tuple[int, ...]:
-    """Share out a total: evenly by layer, the remainder to the first, or as one pool."""
-    if policy.scope == "global":
-        return (slots,)
-    return tuple(slots // layers + (i < slots % layers) for i in range(layers))
+    """Share out a total: evenly by layer, or as one pool."""
+    return (slots,) if policy.scope == "global" else even_shares(slots, layers)
 
 
 def setup_for(shape: ModelShape, rates: Rates, policy: Policy, slots: int, draft_length: int, seed: int = 0) -> Setup:

@@ -7,7 +7,8 @@ out of the search, and only what the winner does there is a result.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import islice
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -98,18 +99,15 @@ def settings(spec: str, params: Sequence[str], tries: int, seed: int) -> list[st
     if not params:
         raise InputError(f"--param: say what to search, as key=a,b,c; {spec} has {', '.join(types) or 'no parameters'}")
     grid: dict[str, list[str]] = dict(values_of(text, types.get) for text in params)
-    total = int(np.prod([len(v) for v in grid.values()], dtype=float))
+    total = prod(map(len, grid.values()))
     if not tries and total > MOST:
         raise InputError(f"--param: {total} settings are too many to try all; give --tries N to draw some")
     chosen = range(total)
     if 0 < tries < total:
         rng = np.random.default_rng(seed)
         chosen = sorted(_distinct(rng, total, tries))
-    every = list(product(*grid.values())) if total <= MOST else None
-    found = []
-    for i in chosen:
-        values = every[i] if every else _combination(i, list(grid.values()))
-        found.append(with_parameters(spec, dict(zip(grid, values, strict=True))))
+    combinations = (_combination(i, list(grid.values())) for i in chosen)
+    found = [with_parameters(spec, dict(zip(grid, values, strict=True))) for values in combinations]
     for one in found:
         load_policy(one)
     return found

@@ -14,7 +14,7 @@ import tempfile
 import time
 import tracemalloc
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,9 @@ from moe_spac.simulator.planning import planning as measure_planning
 from moe_spac.simulator.planning import planning_trace
 from moe_spac.simulator.replay import count
 from moe_spac.simulator.run import simulate
+from moe_spac.simulator.signs import Held
 from moe_spac.traces.console import say, show_table
 from moe_spac.traces.reader import open_trace
-from moe_spac.traces.schema import Header, Step
 from moe_spac.traces.synth import synthesize
 from moe_spac.traces.views import Steps
 from moe_spac.traces.writer import TraceWriter
@@ -43,22 +43,8 @@ SLOTS = 32  # a layer
 TARGETS = {"reference": 2.5, "tokens_per_s": 900, "linear": (9, 11), "counting": 10, "balancer_us": 30}
 
 
-@dataclass(frozen=True)
-class Held:
-    """A trace in memory, so that making or reading it is not what is measured."""
-
-    header: Header
-    listed: Sequence[Step]
-
-    @classmethod
-    def of(cls, trace: Steps) -> "Held":
-        return cls(trace.header, list(trace.steps()))
-
-    def steps(self) -> Sequence[Step]:
-        return self.listed
-
-    def first(self, steps: int) -> "Held":
-        return Held(self.header, self.listed[:steps])
+def first(trace: Held, steps: int) -> Held:
+    return Held(trace.header, trace.listed[:steps])
 
 
 @dataclass(frozen=True)
@@ -83,9 +69,9 @@ def main() -> None:
     parts: dict[str, Callable[[], None]] = {
         "a": lambda: against_processes(trace, machine, sizes),
         "b": lambda: linearity(trace, machine, sizes),
-        "c": lambda: counting(trace.first(sizes.engine), machine, sizes),
+        "c": lambda: counting(first(trace, sizes.engine), machine, sizes),
         "d": lambda: planning(machine, sizes),
-        "e": lambda: profile(trace.first(sizes.engine), machine),
+        "e": lambda: profile(first(trace, sizes.engine), machine),
     }
     for part, measure in parts.items():
         if part in given.only:
@@ -119,14 +105,14 @@ def replayed(trace: Steps, machine: Machine, policy: str = POLICY):
 
 def against_processes(trace: Held, machine: Machine, sizes: Sizes) -> None:
     """Rate of the event-level engine over that of the reference, on one and the same system."""
-    part, system = trace.first(sizes.reference), reference.bare(machine)
+    part, system = first(trace, sizes.reference), reference.bare(machine)
     rates = rates_for(system, trace.header.target)
     (theirs, (ns, misses)), (ours, run) = cpu_seconds(
         sizes.repeats, lambda: reference.replay(part.listed, rates, SLOTS), lambda: replayed(part, system)
     )
     found = sum(step.wall_ns for step in run.steps), run.decode.needed - run.decode.hits
     assert found == (ns, misses), f"the models disagree: {found} ns and misses, the reference says {(ns, misses)}"
-    whole = trace.first(sizes.engine)
+    whole = first(trace, sizes.engine)
     [(taken, _)] = cpu_seconds(sizes.repeats, lambda: replayed(whole, machine))
     tokens, asked = len(part.listed), TARGETS
     say(f"(a) event level, {POLICY}, {SLOTS} slots a layer: {len(whole.listed) / taken:.0f} tokens/s on {MACHINE} "
@@ -140,7 +126,7 @@ def against_processes(trace: Held, machine: Machine, sizes: Sizes) -> None:
 
 def linearity(trace: Held, machine: Machine, sizes: Sizes) -> None:
     """Time and memory of a trace ten times as long. Memory is read from files, a batch at a time."""
-    short = trace.first(sizes.short)
+    short = first(trace, sizes.short)
     (once, _), (tenfold, _) = cpu_seconds(
         sizes.repeats, lambda: replayed(short, machine), lambda: replayed(trace, machine)
     )
