@@ -1,10 +1,11 @@
 """What clairvoyant policies and offline bounds know: at which steps each expert will be needed."""
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from .demand import needed_by_layer
 from .interface import Key
 
 NEVER = 1 << 62
@@ -21,8 +22,8 @@ class Future:
         """From one [n, L, k] array of expert ids a step, in replay order."""
         future = cls(layers, experts)
         for step, ids in enumerate(routing):
-            for layer in range(layers):
-                for expert in np.unique(ids[:, layer]).tolist():
+            for layer, (needed, _) in enumerate(needed_by_layer(ids)):
+                for expert in needed:
                     future.add(Key(layer, expert), step)
         return future
 
@@ -36,6 +37,6 @@ class Future:
         at = bisect_right(uses, step)
         return uses[at] if at < len(uses) else NEVER
 
-    def uses(self, key: Key) -> int:
-        """How many steps need `key`."""
-        return len(self._uses[key.layer][key.expert])
+    def uses(self, key: Key) -> Sequence[int]:
+        """The steps that need `key`, ascending."""
+        return self._uses[key.layer][key.expert]

@@ -10,7 +10,7 @@ from .future import NEVER, Future
 from .interface import Demand, Key, Scope, Setup, StepInfo, View
 from .orders import BestFirst
 from .parts import Composed, IfBetter, Parts, Prefetcher
-from .predictors import check_share, spoiled, uses
+from .predictors import check_share, spoiled
 
 SEEN = float(1 << 40)  # above every rank of what is not foreseen, and small enough for exact sums of event numbers
 Beyond = Literal["lru", "lfru"]
@@ -81,7 +81,7 @@ def noisy(future: Future, layers: int, experts: int, recall: float, garble: bool
     needs: dict[tuple[int, int], list[int]] = {}  # by (step, layer)
     for layer in range(layers):
         for expert in range(experts):
-            for step in uses(future, Key(layer, expert)):
+            for step in future.uses(Key(layer, expert)):
                 needs.setdefault((step, layer), []).append(expert)
     forecast = Future(layers, experts)
     for step, layer in sorted(needs):

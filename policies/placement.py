@@ -180,7 +180,7 @@ class Hindsights(Popular):
     def reveal(self, future: Future) -> None:
         for layer, row in enumerate(self.counts):
             for expert in range(len(row)):
-                row[expert] = future.uses(Key(layer, expert))
+                row[expert] = len(future.uses(Key(layer, expert)))
 
     def keys(self) -> Iterable[Key]:
         return best(self.counts, self.slots)

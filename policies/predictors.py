@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from ..traces.schema import Kind
-from .future import NEVER, Future
+from .future import Future
 from .interface import Candidates, Demand, Key, Setup, StepInfo, View
 from .orders import Lru
 from .parts import Prefetcher
@@ -40,14 +40,6 @@ def spoiled(
     return right, others[: int(wrong + rng.random())]
 
 
-def uses(future: Future, key: Key) -> Iterator[int]:
-    """The steps that need an expert, ascending."""
-    step = future.next_use(key, -1)
-    while step != NEVER:
-        yield step
-        step = future.next_use(key, step)
-
-
 def check_share(name: str, value: float | None, above_zero: bool = False) -> None:
     """ValueError unless the value lies between 0 and 1 (None may stand)."""
     if value is not None and not (0 < value <= 1 if above_zero else 0 <= value <= 1):
@@ -64,7 +56,7 @@ class Modelled:
         """Take in the true needs of all steps: 12 bytes for each."""
         self._setup = setup
         keys = [Key(layer, e) for layer in range(setup.layers) for e in range(setup.experts)]
-        steps = [np.fromiter(uses(future, key), np.int64) for key in keys]
+        steps = [np.array(future.uses(key), np.int64) for key in keys]
         ids = np.repeat(np.arange(len(keys), dtype=np.int32), [len(s) for s in steps])
         step_of = np.concatenate(steps)
         order = np.argsort(step_of, kind="stable")

@@ -177,7 +177,7 @@ def check_pin(size: int, resident: int, machine: Machine, platform: str) -> Pin:
         return Pin(size <= most, total <= card - WINDOWS_ALWAYS, most, words)
     limit = round(machine["host.pin_limit"])
     if not limit:
-        return Pin(True, False, None, f"{show_size(size)} pinned; no limit is known, spac-exec doctor probes it")
+        return Pin(True, False, None, f"{show_size(size)} pinned; how much this host lets be pinned is not known")
     fits = size <= limit
     words = f"{show_size(size)} to pin, {show_size(limit)} can be ({machine.quantities['host.pin_limit'].source})"
     return Pin(fits, fits, limit, words)
