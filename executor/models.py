@@ -8,6 +8,7 @@ import torch
 from ..traces.models import (
     MoeBlock,
     Pair,
+    check_rollback,
     check_tokenizers,
     dtype_of,
     find_pair,
@@ -50,6 +51,7 @@ def load_models(
         shape = model_shape(big.config, big.name, dtype_of(big.config, dtype))
         helper = draft_shape = None
         if small is not None:
+            check_rollback(big, small)
             check_tokenizers(big, small)
             draft_dtype = dtype_of(small.config, dtype)
             draft_shape = measure_draft(small.config, small.name, draft_dtype)
