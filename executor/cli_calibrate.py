@@ -1,0 +1,37 @@
+"""`spac-exec calibrate`: measure this machine."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..traces.errors import InputError
+from .cli_options import AsJson, Bandwidth, Device, Draft, Dtype, Latency, Target, default_device, link_of
+
+
+def calibrate(
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The profile to write (TOML).")],
+    target: Target = None,
+    draft: Draft = None,
+    link_bandwidth: Bandwidth = "100MB/s",
+    link_latency: Latency = "20us",
+    dtype: Dtype = "float32",
+    device: Device = None,
+    json: AsJson = False,
+) -> None:
+    """Measure this machine for a pair of models and write a machine profile for spac-sim and spac-exec."""
+    from ..simulator.machine import show_machine
+    from .calibrate import calibrate as measure
+    from .models import load_models
+    from .report import calibrated
+
+    link = link_of(link_bandwidth, link_latency)
+    if not out.parent.is_dir():
+        raise InputError(f"-o {out}: no such folder {out.parent}; make it first")
+    models = load_models(target, draft, dtype, device or default_device())
+    profile = measure(models, link, out.stem)
+    try:
+        out.write_text(show_machine(profile))
+    except OSError as error:
+        raise InputError(f"-o {out}: cannot be written ({error.strerror})") from None
+    calibrated(profile, models.pair, out, json)

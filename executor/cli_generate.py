@@ -1,0 +1,127 @@
+"""`spac-exec generate`: real inference for some prompts."""
+
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..traces.console import parse_size, say, show_json
+from ..traces.errors import InputError
+from .cli_options import (
+    DEFAULT_DRAFT_LENGTH,
+    AsJson,
+    Device,
+    Draft,
+    Dtype,
+    Target,
+    default_device,
+    machine_of,
+    policy_of,
+    prompts_of,
+    slots_of,
+    source_of,
+)
+
+if TYPE_CHECKING:
+    from ..traces.prompts import Prompt
+    from .models import Models
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="What to continue. Default: three bundled prompts.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="A .txt or .jsonl file, or a bundled set's name.")] = None,
+    prompt_limit: Annotated[int | None, typer.Option(help="Only the first N prompts.")] = None,
+    policy: Annotated[str, typer.Option(help="A policy file, name, name:key=value,… or file.py:Class.")] = "ar-lru",
+    target: Target = None,
+    draft: Draft = None,
+    machine: Annotated[
+        str | None, typer.Option(help="A preset or a profile's file. Default: measure this machine now.")
+    ] = None,
+    slots: Annotated[int | None, typer.Option(min=0, help="Expert slots per layer.")] = None,
+    cache_fraction: Annotated[float | None, typer.Option(min=0, max=1, help="Slots as a share of all experts.")] = None,
+    vram: Annotated[str | None, typer.Option(metavar="SIZE", help="Slots that fit in this, e.g. 12GiB.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    draft_length: Annotated[
+        int | None, typer.Option(min=0, help=f"Tokens to draft a step. Default {DEFAULT_DRAFT_LENGTH}.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of sampling and of the policy.")] = 0,
+    clock: Annotated[str, typer.Option(help="real, or virtual: the simulator's time.")] = "real",
+    record: Annotated[Path | None, typer.Option(metavar="T", help="Write a routing trace of the run.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare the tokens with transformers' own greedy ones.")
+    ] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end token.")] = False,
+    allow_lossy: Annotated[
+        bool, typer.Option("--allow-lossy", help="Also run a policy that changes the model's output.")
+    ] = False,
+    dtype: Dtype = "float32",
+    device: Device = None,
+    json: AsJson = False,
+) -> int:
+    """Generate text with the target's experts in slots, moved as the policy says, and print what it took."""
+    chosen_policy, chosen = policy_of(policy)
+    if not (chosen_policy.lossless or allow_lossy):
+        raise InputError(f"--policy {policy}: this policy changes the model's output; run it with --allow-lossy")
+    if clock not in ("real", "virtual"):
+        raise InputError(f"--clock {clock}: unknown; choose real or virtual")
+    if check and temperature > 0:
+        raise InputError("--check: only greedy output can be compared; leave out --temperature")
+    if record is not None and not record.parent.is_dir():
+        raise InputError(f"--record {record}: no such folder {record.parent}; make it first")
+    given = prompts_of(prompt, prompts, prompt_limit)
+    if check and any(len(p.turns) > 1 for p in given):
+        raise InputError("--check: takes prompts of one turn; these are conversations")
+    length = draft_length if draft_length is not None else 0 if chosen.get("mode") == "ar" else DEFAULT_DRAFT_LENGTH
+    if length == 0:  # asked for, or the policy was chosen for decoding without a draft
+        draft = "none"
+
+    from ..traces.speculate import Options
+    from .models import load_models
+    from .session import Settings, run
+
+    models = load_models(target, draft, dtype, device or default_device())
+    profile = machine_of(machine, clock, models)
+    stops = () if ignore_eos else models.pair.stop_tokens
+    options = Options(max_new_tokens, length, temperature, seed=seed, stop_tokens=stops)
+    budget = parse_size(vram, "--vram") if vram else None
+    total = slots_of(slots, cache_fraction, budget, chosen, models, profile, chosen_policy, max_new_tokens, given)
+    with ExitStack() as stack:
+        trace = record
+        if trace is None and clock == "real":
+            trace = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spac-"))) / "run.spac"
+        settings = Settings(profile, total, clock, options, seed, budget, trace)  # type: ignore[arg-type]
+        result = run(models, chosen_policy, given, settings, source_of(prompt, prompts))
+        return _tell(models, policy, given, settings, result, check, json)
+
+
+def _tell(
+    models: "Models", policy: str, prompts: "list[Prompt]", settings: Any, result: Any, check: bool, json: bool
+) -> int:
+    """Print what there is to print; 1 if the check found a difference."""
+    from ..traces.prompts import encode
+    from .check import find_difference
+    from .predict import predict
+    from .report import document, show, show_difference
+
+    prediction = difference = None
+    if settings.clock == "real" and result.decode_s > 0:
+        prediction = predict(settings.record, policy_of(policy)[0], settings.machine, result, settings.seed)
+    if check:
+        options = settings.options
+        firsts = [encode(models.pair.tokenizer, prompt)[0] for prompt in prompts]
+        difference = find_difference(models, firsts, result.generations, options.stop_tokens, options.max_new_tokens)
+    if json:
+        same = {"identical_to_transformers": difference is None} if check else {}
+        show_json(document(models, prompts, settings, result, prediction) | same)
+    else:
+        show(models, prompts, settings, result, prediction)
+        if check:
+            say(
+                "tokens identical to transformers' own greedy generate"
+                if difference is None
+                else show_difference(difference)
+            )
+    return 1 if difference is not None else 0

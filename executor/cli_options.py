@@ -1,0 +1,121 @@
+"""What the commands of `spac-exec` share: options, and what they name."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..traces.errors import InputError
+
+if TYPE_CHECKING:
+    from ..policies.interface import Policy
+    from ..simulator.machine import Machine
+    from ..traces.prompts import Prompt
+    from .models import Models
+
+DEFAULT_FRACTION = 0.25  # of the experts in slots, where nothing else is said
+DEFAULT_DRAFT_LENGTH = 4
+DEFAULT_MACHINE = "rtx4090-pcie4"  # of the virtual clock
+
+Target = Annotated[str | None, typer.Option(help="Folder or Hugging Face name. Default: the embedded pair.")]
+Draft = Annotated[str | None, typer.Option(help="The same for the draft; none decodes without one.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (as saved).")]
+Device = Annotated[str | None, typer.Option(help="cpu (the GPU is emulated) or cuda. Default: cuda if there is one.")]
+Bandwidth = Annotated[str, typer.Option(metavar="RATE", help="Of the emulated link, e.g. 100MB/s.")]
+Latency = Annotated[str, typer.Option(metavar="TIME", help="Of the emulated link, for each copy, e.g. 20us.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def policy_of(spec: str) -> "tuple[Policy, dict[str, Any]]":
+    """The policy, and how it was chosen if it comes from a policy file."""
+    from ..policies.load import load_policy, read_policy_file
+
+    return read_policy_file(Path(spec)) if spec.endswith(".toml") else (load_policy(spec), {})
+
+
+def prompts_of(prompt: str | None, source: str | None, limit: int | None) -> "list[Prompt]":
+    from ..traces.prompts import Prompt, read_prompts
+
+    if prompt is not None and source is not None:
+        raise InputError("PROMPT and --prompts: give one of them")
+    if prompt is not None:
+        return [Prompt("prompt", "", (prompt,))]
+    if source is None and limit is None:
+        return read_prompts(None)[::4]  # one prompt of every second domain
+    return read_prompts(source, limit)
+
+
+def source_of(prompt: str | None, source: str | None) -> str:
+    from ..traces.prompts import describe
+
+    return "command line" if prompt is not None else describe(source)
+
+
+def default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def link_of(bandwidth: str, latency: str):
+    from ..simulator.machine import RATE, TIME, read_quantity
+    from .calibrate import EmulatedLink
+
+    def quantity(flag: str, text: str, units: dict[str, float], example: str) -> float:
+        value = read_quantity(text, units)
+        if not value:
+            raise InputError(f"{flag} {text}: takes a number and one of {', '.join(units)}, for example {example}")
+        return value
+
+    return EmulatedLink(
+        quantity("--link-bandwidth", bandwidth, RATE, "100MB/s"), quantity("--link-latency", latency, TIME, "20us")
+    )
+
+
+def machine_of(name: str | None, clock: str, models: "Models") -> "Machine":
+    """The profile that was named; else, on the real clock, a new measurement."""
+    from ..simulator.machine import load_machine
+    from .calibrate import calibrate as measure
+
+    if name is not None or clock == "virtual":
+        return load_machine(name or DEFAULT_MACHINE)
+    if sys.stderr.isatty():
+        sys.stderr.write("measuring this machine (spac-exec calibrate -o FILE keeps the result for --machine)\n")
+    return measure(models)
+
+
+def slots_of(
+    slots: int | None,
+    fraction: float | None,
+    vram: int | None,
+    chosen: dict[str, Any],
+    models: "Models",
+    machine: "Machine",
+    policy: "Policy",
+    new_tokens: int,
+    prompts: "list[Prompt]",
+) -> int:
+    """Slots over all layers: what a flag says, else what the policy file says, else a quarter of the experts."""
+    from ..simulator.capacity import check_size, fit_in
+    from ..traces.prompts import encode
+
+    shape = models.pair.shape
+    layers = len(shape.moe_layers)
+    flags = {"--slots": slots, "--cache-fraction": fraction, "--vram": vram}
+    given = [flag for flag, value in flags.items() if value is not None]
+    if len(given) > 1:
+        raise InputError(f"{' and '.join(given)}: give one of them")
+    if slots is not None:
+        total = slots * layers
+    elif fraction is not None:
+        total = max(round(fraction * layers * shape.experts), fraction > 0)
+    elif vram is not None:
+        context = max(sum(map(len, encode(models.pair.tokenizer, p))) + len(p.turns) * new_tokens for p in prompts)
+        total = fit_in(vram, machine, shape, models.pair.draft_shape, context, policy.scope == "global").slots
+    elif isinstance(chosen.get("slots_per_layer"), int | float):
+        given, total = ["the policy file's slots_per_layer"], round(chosen["slots_per_layer"] * layers)
+    else:
+        total = max(round(DEFAULT_FRACTION * shape.experts), shape.top_k) * layers
+    check_size(given[0] if given else "--slots", total, shape)
+    return total
