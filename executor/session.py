@@ -21,7 +21,8 @@ from ..simulator.machine import Machine, rates_for
 from ..simulator.steptimes import StepTime
 from ..traces.errors import InputError
 from ..traces.prompts import Prompt, encode
-from ..traces.recorder import gate_choice, make_header
+from ..traces.recorder import make_header
+from ..traces.routers import Asked, Routers, asking, gate_choice, read_routers
 from ..traces.schema import Kind, Step, id_dtype, kept_rows
 from ..traces.speculate import Generation, Observer, Options, Speculation
 from ..traces.writer import TraceWriter
@@ -104,10 +105,13 @@ class Result:
 class Live(Observer):
     """Tells the host of every step and layer, and gathers the routing for `write`."""
 
-    def __init__(self, host: Host, models: Models, lookahead: int, write: Callable[[Step], None] | None) -> None:
+    def __init__(
+        self, host: Host, models: Models, routers: Routers, lookahead: int, write: Callable[[Step], None] | None
+    ) -> None:
         self.host = host
         self.sequence = self.turn = 0
-        self._gates = [block.gate for block in models.blocks]
+        self.asked: dict[int, Asked] = {}  # filled by `asking` where gates are asked ahead
+        self._gates, self._routers = [block.gate for block in models.blocks], routers
         self._ids = id_dtype(models.pair.shape.experts)
         self._lookahead, self._write = lookahead, write
         self._index = -1
@@ -125,7 +129,7 @@ class Live(Observer):
     def layer(self, call: Call) -> None:
         def route() -> Routed:
             ids = np.array(call.ids, dtype=self._ids)
-            self._routed.append(Routed(ids, call.weights.half().cpu().numpy(), self._ahead(call.layer, call.hidden)))
+            self._routed.append(Routed(ids, call.weights.half().cpu().numpy(), self._ahead(call.layer)))
             return self._routed[-1]
 
         self.host.layer(call, route)
@@ -135,13 +139,17 @@ class Live(Observer):
         if self._write is not None:
             self._write(self._whole_step(accepted))
 
-    def _ahead(self, layer: int, hidden: torch.Tensor) -> np.ndarray | None:
-        """[n, J, k]: what the next layers' gates say of this layer's input; the last layer repeats at the end."""
+    def _ahead(self, layer: int) -> np.ndarray | None:
+        """[n, J, k]: what the next layers' gates say of this layer's gate input; the last layer repeats at the end."""
         if not self._lookahead:
             return None
-        last = len(self._gates) - 1
-        gates = [self._gates[min(layer + j, last)] for j in range(1, self._lookahead + 1)]
-        return torch.stack([gate_choice(gate, hidden) for gate in gates], 1).cpu().numpy().astype(self._ids)
+        hidden = self.asked.pop(layer).args[0]
+        choices: dict[int, torch.Tensor] = {}
+        later = [min(layer + j, len(self._gates) - 1) for j in range(1, self._lookahead + 1)]
+        for one in set(later):
+            args, kwargs = self._routers.extras[one]
+            choices[one] = gate_choice(self._gates[one], hidden, *args, **kwargs)
+        return torch.stack([choices[one] for one in later], 1).cpu().numpy().astype(self._ids)
 
     def _whole_step(self, accepted: int) -> Step:
         layers = self._routed
@@ -177,7 +185,9 @@ def run(models: Models, policy: Policy, prompts: Sequence[Prompt], settings: Set
             write = stack.enter_context(TraceWriter(settings.record, header)).append
         host = make_host(models, policy, settings, result.decisions)
         stack.callback(host.close)
-        live = Live(host, models, lookahead, write)
+        live = Live(host, models, _routers(models, lookahead), lookahead, write)
+        if lookahead:
+            stack.enter_context(asking(models.blocks, live.asked, models.pair.shape.experts, values=False))
         attach(models.experts, live)
         try:
             _generate(models, turns, options, live, result)
@@ -187,6 +197,19 @@ def run(models: Models, policy: Policy, prompts: Sequence[Prompt], settings: Set
             result.prefill, result.decode = host.driver.prefill, host.driver.decode
             result.times, result.arena_bytes = host.times, host.arena.size
     return result
+
+
+class _NoExperts:
+    """Listener of a pass in which only the gates are of interest."""
+
+    def layer(self, call: Call) -> None:
+        call.rows.zero_()
+
+
+def _routers(models: Models, lookahead: int) -> Routers:
+    """What gates take beside hidden states. Raises InputError for gates that cannot be asked ahead."""
+    attach(models.experts, _NoExperts())
+    return read_routers(models.pair.target, models.blocks, models.pair.shape.experts, False, lookahead > 0)
 
 
 def _generate(models: Models, turns: Sequence[list[list[int]]], options: Options, live: Live, result: Result) -> None:
