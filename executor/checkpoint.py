@@ -26,6 +26,7 @@ from ..policies.interface import Key
 from ..traces.errors import InputError
 from ..traces.models import Source, moe_blocks, quiet
 from ..traces.schema import ModelShape
+from .formats import EXACT
 from .moe import IMPLEMENTATION, register
 from .store import HostStore, Record
 
@@ -44,7 +45,10 @@ def load_target(source: Source, shape: ModelShape, device: str = "cpu", pinned: 
         model = _skeleton(source, dtype)
     _check_family(source, model)
     store = HostStore(
-        len(shape.moe_layers), shape.experts, Record(shape.hidden, shape.expert_width, dtype), pinned=pinned
+        len(shape.moe_layers),
+        shape.experts,
+        Record(shape.hidden, shape.expert_width, EXACT[shape.dtype], dtype),
+        pinned=pinned,
     )
     _fill(source, model, dtype, device, ExpertFill(store, _expert_paths(model)))
     return model, store
@@ -72,8 +76,9 @@ class ExpertFill:
 
     def _put(self, path: str, expert: int, part: str, tensor: torch.Tensor) -> bool:
         width = self.store.record.width
-        gate_up, down = self.store.weights(Key(self.layers[path], expert))
-        place = {"gate": gate_up[:width], "up": gate_up[width:], "gate_up": gate_up, "down": down}[part]
+        weights = self.store.weights(Key(self.layers[path], expert))
+        up = weights.up
+        place = {"gate": up[:width], "up": up[width:], "gate_up": up, "down": weights.down}[part]
         if place.shape != tensor.shape:
             raise ValueError(f"has the shape {tuple(tensor.shape)}, the configuration {tuple(place.shape)}")
         parts = {(path, expert, p) for p in (("gate", "up") if part == "gate_up" else (part,))}

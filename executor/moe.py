@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from transformers.integrations.moe import ExpertsInterface
 
+from .store import Weights
+
 IMPLEMENTATION = "spac"
 
 
@@ -50,11 +52,11 @@ class Call:
         """Where the CPU tier writes; `rows` itself where the fast device is emulated."""
         return self.rows if self.rows.device.type == "cpu" else torch.empty_like(self.rows, device="cpu")
 
-    def compute(self, expert: int, weights: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def compute(self, expert: int, weights: Weights) -> None:
         """All tokens of one expert on the fast device."""
         self._run(expert, weights, self.hidden, self.rows)
 
-    def compute_on_host(self, expert: int, weights: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def compute_on_host(self, expert: int, weights: Weights) -> None:
         """All tokens of one expert on the CPU tier; `bring` takes the rows over."""
         self._run(expert, weights, self.host_hidden, self.host_rows)
 
@@ -64,16 +66,19 @@ class Call:
             at = [row for expert in experts for row in self.places[expert]]
             self.rows[at] = self.host_rows[at].to(self.rows.device)
 
-    def _run(self, expert: int, weights: tuple[torch.Tensor, torch.Tensor], hidden: torch.Tensor, rows: torch.Tensor):
-        gate_up, down = weights
+    def _run(self, expert: int, weights: Weights, hidden: torch.Tensor, rows: torch.Tensor):
         at, k = self.places[expert], self.weights.shape[1]
         one = at[0] // k
         x = hidden[one : one + 1] if len(at) == 1 else hidden[[row // k for row in at]]
-        y = F.linear(self.module._apply_gate(F.linear(x, gate_up)), down)
+        y = F.linear(self._activate(F.linear(x, weights.up, weights.up_bias)), weights.down, weights.down_bias)
         if len(at) == 1:
             rows[at[0]] = y[0]
         else:
             rows[at] = y
+
+    def _activate(self, up: torch.Tensor) -> torch.Tensor:
+        """The family's own gate; gpt-oss interleaves its rows, others clamp."""
+        return self.module._apply_gate(up) if self.module.has_gate else self.module.act_fn(up)
 
     def merge(self) -> torch.Tensor:
         """[n, H]: the weighted sum over each token's experts."""

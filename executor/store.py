@@ -1,42 +1,95 @@
 """Where the bytes of experts lie: all of them in host memory, some of them in the fast device's slots.
 
-One expert is one contiguous record, gate and up projection [2I, H] and then down projection [H, I], in both places;
-so a copy is one transfer and both tiers read the same layout.
+One expert is one contiguous record, in both places alike: so a copy is one transfer, and both tiers read the same bytes.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from ..policies.interface import Key
 from ..traces.console import show_size
 from ..traces.errors import InputError
+from .formats import Format
+
+ALIGNMENT = 64  # bytes: a cache line, and what vector loads like
 
 
-@dataclass(frozen=True, slots=True)
+class Weights(NamedTuple):
+    """One expert's matrices as numbers: up [U, H] (gate and up projection where it has a gate: U = 2I), down [H, I]."""
+
+    up: torch.Tensor
+    down: torch.Tensor
+    up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Record:
-    """Layout of one expert: hidden size H, expert width I, element type."""
+    """Layout of one expert: up [U, H] in `format`, down [H, I] in `format`, then the biases [U] and [H] in `dtype`.
+
+    hidden is H, width I; U is 2I with a gate, else I. Each part begins on a cache line. `dtype` is what is computed in.
+    """
 
     hidden: int
     width: int
+    format: Format
     dtype: torch.dtype
+    gated: bool = True
+    biased: bool = False
 
     @property
-    def numbers(self) -> int:
-        return 3 * self.hidden * self.width
+    def up_rows(self) -> int:
+        return 2 * self.width if self.gated else self.width
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where up, down, up's bias and down's bias begin, and the record's end, in bytes."""
+        biases = (self.up_rows, self.hidden) if self.biased else (0, 0)
+        sizes = (
+            self.up_rows * self.format.row_bytes(self.hidden),
+            self.hidden * self.format.row_bytes(self.width),
+            *(n * self.dtype.itemsize for n in biases),
+        )
+        at = [0]
+        for size in sizes:
+            at.append(at[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+        return tuple(at)
 
     @property
     def size(self) -> int:
         """Bytes of one expert."""
-        return self.numbers * self.dtype.itemsize
+        return self.offsets[-1]
 
-    def gate_up(self, flat: torch.Tensor) -> torch.Tensor:
-        """[2I, H] view of a flat record; rows 0..I-1 are the gate's."""
-        return flat[: 2 * self.width * self.hidden].view(2 * self.width, self.hidden)
+    def up(self, flat: torch.Tensor) -> torch.Tensor:
+        """Up's bytes [U, row bytes], a view of a flat record."""
+        return self._matrix(flat, 0, self.up_rows, self.hidden)
 
     def down(self, flat: torch.Tensor) -> torch.Tensor:
-        """[H, I] view of a flat record."""
-        return flat[2 * self.width * self.hidden :].view(self.hidden, self.width)
+        """Down's bytes [H, row bytes], a view of a flat record."""
+        return self._matrix(flat, 1, self.hidden, self.width)
+
+    def biases(self, flat: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Up's [U] and down's [H] as numbers, views of a flat record."""
+        if not self.biased:
+            return None, None
+        size = self.dtype.itemsize
+        up, down = (
+            flat[at : at + rows * size].view(self.dtype)
+            for at, rows in zip(self.offsets[2:4], (self.up_rows, self.hidden), strict=True)
+        )
+        return up, down
+
+    def weights(self, flat: torch.Tensor) -> Weights:
+        """The numbers of a flat record: views if the format is exact and of `dtype`, else new tensors."""
+        decode = self.format.decode
+        return Weights(decode(self.up(flat), self.dtype), decode(self.down(flat), self.dtype), *self.biases(flat))
+
+    def _matrix(self, flat: torch.Tensor, part: int, rows: int, columns: int) -> torch.Tensor:
+        begin, size = self.offsets[part], self.format.row_bytes(columns)
+        return flat[begin : begin + rows * size].view(rows, size)
 
 
 class HostStore:
@@ -45,15 +98,14 @@ class HostStore:
     def __init__(self, layers: int, experts: int, record: Record, pinned: bool = False) -> None:
         self.record = record
         self.layers, self.experts = layers, experts
-        self._slab = torch.empty((layers, experts, record.numbers), dtype=record.dtype, pin_memory=pinned)
+        self._slab = torch.empty((layers, experts, record.size), dtype=torch.uint8, pin_memory=pinned)
 
     def flat(self, key: Key) -> torch.Tensor:
+        """One expert's bytes [record.size]."""
         return self._slab[key.layer, key.expert]
 
-    def weights(self, key: Key) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gate/up [2I, H] and down [H, I] of one expert."""
-        flat = self.flat(key)
-        return self.record.gate_up(flat), self.record.down(flat)
+    def weights(self, key: Key) -> Weights:
+        return self.record.weights(self.flat(key))
 
 
 class Arena:
@@ -73,7 +125,7 @@ class Arena:
         self.record = record
         self.slots = slots
         self.device = torch.device(device)
-        self._slab = torch.empty((slots, record.numbers), dtype=record.dtype, device=self.device)
+        self._slab = torch.empty((slots, record.size), dtype=torch.uint8, device=self.device)
 
     @property
     def size(self) -> int:
@@ -84,7 +136,9 @@ class Arena:
         """Copy a flat record into a slot. On CUDA it is queued on the current stream, and the source must be pinned."""
         self._slab[slot].copy_(source, non_blocking=True)
 
-    def weights(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gate/up [2I, H] and down [H, I] of the expert in a slot."""
-        flat = self._slab[slot]
-        return self.record.gate_up(flat), self.record.down(flat)
+    def flat(self, slot: int) -> torch.Tensor:
+        """The bytes [record.size] of the expert in a slot."""
+        return self._slab[slot]
+
+    def weights(self, slot: int) -> Weights:
+        return self.record.weights(self.flat(slot))
