@@ -1,8 +1,8 @@
 """How the numbers of an expert's matrices are stored: exactly, or in groups of 32 with a scale.
 
-The groups are those of GGUF's Q8_0 and Q4_0 (ggml's `block_q8_0`, `block_q4_0`), so that such a file needs no conversion:
-a float16 scale d, then 32 signed bytes q with value d * q; or 16 bytes whose low halves are numbers 0-15 of the group and
-whose high halves 16-31, with value d * (half - 8).
+The groups are those of GGUF's Q8_0 and Q4_0 (ggml's `block_q8_0`, `block_q4_0`), so that such a file needs no
+conversion: a float16 scale d, then 32 signed bytes q with value d * q; or 16 bytes whose low halves are numbers 0-15 of
+the group and whose high halves 16-31, with value d * (half - 8).
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Where the bytes of experts lie: all of them in host memory, some of them in the fast device's slots.
 
-One expert is one contiguous record, in both places alike: so a copy is one transfer, and both tiers read the same bytes.
+One expert is one contiguous record, in both places alike: a copy is one transfer, and both tiers read the same bytes.
 """
 
 from dataclasses import dataclass
