@@ -23,14 +23,14 @@ from ..traces.errors import InputError
 from ..traces.prompts import Prompt, encode
 from ..traces.recorder import make_header
 from ..traces.routers import Asked, Routers, asking, gate_choice, read_routers
-from ..traces.schema import Kind, Step, id_dtype, kept_rows
+from ..traces.schema import DraftShape, Kind, ModelShape, Step, id_dtype, kept_rows
 from ..traces.speculate import Generation, Observer, Options, Speculation
 from ..traces.writer import TraceWriter
 from .host import RING, Host, Routed
 from .models import Models
 from .moe import Call, attach
 from .real import RealHost
-from .store import Arena
+from .store import Arena, HostStore
 from .times import StepTimes
 from .virtual import VirtualHost
 
@@ -227,21 +227,35 @@ def make_host(
     models: Models, policy: Policy, settings: Settings, decisions: list[tuple[Any, ...]] | None = None
 ) -> Host:
     """The policy's driver with slots, machine and arena, on the clock that the settings name."""
-    shape = models.pair.shape
+    pair = models.pair
+    length = settings.options.draft_length if pair.draft is not None else 0
+    shapes = pair.shape, pair.draft_shape
+    return host_for(shapes, length, models.store, models.device, policy, settings, decisions)
+
+
+def host_for(
+    shapes: tuple[ModelShape, DraftShape | None],
+    draft_length: int,
+    store: HostStore,
+    device: torch.device,
+    policy: Policy,
+    settings: Settings,
+    decisions: list[tuple[Any, ...]] | None = None,
+) -> Host:
+    """The same for experts without a model around them."""
+    shape, draft = shapes
     if policy.clairvoyant:
         raise InputError(
             f"--policy {policy.name}: it has to know the future, so it cannot run live; use it in spac-sim"
         )
     check_size("--slots", settings.slots, shape)
-    rates = rates_for(settings.machine, shape, models.pair.draft_shape)
-    length = settings.options.draft_length if models.pair.draft is not None else 0
-    setup = setup_for(shape, rates, policy, settings.slots, length, settings.seed)
+    rates = rates_for(settings.machine, shape, draft)
+    setup = setup_for(shape, rates, policy, settings.slots, draft_length, settings.seed)
     try:
         driver = Driver(policy, setup, record=decisions)
     except PolicyError as error:
         raise InputError(str(error)) from error
-    arena = Arena(driver.cache.physical_slots + RING, models.store.record, models.device, settings.budget)
-    dense_only = shape.layers - len(shape.moe_layers)
+    arena = Arena(driver.cache.physical_slots + RING, store.record, device, settings.budget)
     if settings.clock == "virtual":
-        return VirtualHost(driver, rates, models.store, arena, dense_only)
-    return RealHost(driver, rates, models.store, arena)
+        return VirtualHost(driver, rates, store, arena, shape.layers - len(shape.moe_layers))
+    return RealHost(driver, rates, store, arena)
