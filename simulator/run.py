@@ -21,6 +21,7 @@ def simulate(
     record: list[tuple[Any, ...]] | None = None,
     protect: bool = False,
     slots_at: Callable[[int], int] | None = None,
+    engine_of: Callable[..., Engine] = Engine,
 ) -> Run:
     """Replay `trace` on `machine` with `slots` expert slots in all. A failing policy gives a run with `error` set.
 
@@ -44,7 +45,7 @@ def simulate(
         future = future_of(shape, trace.steps()) if policy.clairvoyant else None
         driver = Driver(policy, setup, future, record, protect)
         dense_only = shape.layers - len(shape.moe_layers)
-        engine = Engine(driver, rates, dense_only, slots_at=shrunk if slots_at else None)
+        engine = engine_of(driver, rates, dense_only, slots_at=shrunk if slots_at else None)
         run.steps, run.prefill, run.decode = engine.steps, driver.prefill, driver.decode
         steps = trace.steps()
         if driver.drafts and header.acceptance != "none":

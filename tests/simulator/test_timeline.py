@@ -32,7 +32,7 @@ def test_the_file_says_what_viewers_look_for(tmp_path):
     assert threads == list(LANES)
     [copy] = [e for e in events if e["ph"] == "X" and e.get("cat") == "fetch_demand"]
     assert (copy["ts"], copy["dur"], copy["tid"]) == (1.0, 4.001, LANES.index("H2D") + 1)
-    start, finish = ([e for e in events if e["ph"] == kind][0] for kind in "sf")
+    start, finish = (next(e for e in events if e["ph"] == kind) for kind in "sf")
     assert start["id"] == finish["id"]
     assert (start["cat"], start["name"]) == (finish["cat"], finish["name"])
     assert copy["ts"] <= start["ts"] < copy["ts"] + copy["dur"]
