@@ -138,6 +138,20 @@ class CachedModel:
     def can_crop(self) -> bool:
         return self.cache.is_croppable
 
+    def can_forget(self, count: int) -> bool:
+        """Whether the last `count` tokens can be forgotten at any time, not only right after they were fed.
+
+        A sliding window that is full has dropped what it would need again.
+        """
+        if count <= 0:
+            return count == 0
+        full = any(getattr(layer, "is_sliding", False) and self.length >= layer.sliding_window for layer in self.layers)
+        return count <= self.length and self.can_crop and not full
+
+    @property
+    def layers(self) -> list[Any]:
+        return self.cache.layers
+
 
 def reads_in_parts(model: Any) -> bool:
     """Whether a text that is fed in parts gives the logits of the whole, but for rounding.
@@ -207,6 +221,11 @@ class Proposal:
     laws: list[torch.Tensor] = field(default_factory=list)
 
 
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts have in common from their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 class Speculation:
     """One sequence: its text, and both models' caches. `generate` may be called again for the next turn.
 
@@ -245,11 +264,45 @@ class Speculation:
         while len(result.tokens) < self.options.max_new_tokens and not result.interrupted:
             proposed = self._propose(result)
             if result.interrupted:
+                if self.draft is not None:  # it has read its own proposals, which nobody will judge
+                    self.draft.crop(max(0, self.draft.length - (len(self.text) - 1)))
                 break
             self._step(result, proposed)
             if result.tokens[-1] in self.options.stop_tokens:
                 break
         return result
+
+    def continue_from(
+        self, text: Sequence[int], options: Options | None = None, observer: Observer | None = None
+    ) -> int:
+        """Take `text` as the text, which `generate(())` then continues. Returns how many tokens are not read again.
+
+        A client that sends a whole conversation pays for what is new in it: both caches keep the longest beginning that
+        they have in common with `text`, less its last token, which is the next step's first row. A cache that cannot be
+        cut back so far begins anew. `options` (their seed too) and `observer` replace those of before, if given. `text`
+        becomes a list of its own; that of before stays as it is. Raises InputError for an empty text.
+        """
+        if not text:
+            raise InputError("the prompt has no tokens; give at least one")
+        common = _common(text, self.text)
+        if self.draft is not None:
+            self.draft = self._cut(self.draft, min(common, len(text) - 1))
+        self.target = self._cut(self.target, min(common, len(text) - 1))
+        self.text = list(text)
+        if options is not None:
+            self.options = options
+            self._rng = torch.Generator().manual_seed(options.seed)
+        self.observer = observer or self.observer
+        return self.target.length
+
+    def _cut(self, cached: CachedModel, length: int) -> CachedModel:
+        """The cache with at most `length` tokens, or an empty one."""
+        surplus = max(0, cached.length - length)
+        if not cached.can_forget(surplus):
+            return CachedModel(cached.model, cached.vocab)
+        if surplus:
+            cached.crop(surplus)
+        return cached
 
     def _check_parts(self) -> None:
         """Raise InputError where the text has to be read in parts and a recurrent target would lose its state."""

@@ -325,3 +325,65 @@ def test_judge_greedy():
     assert judge_greedy([4, 5, 6, 7], [4, 5, 9]) == (2, 6)
     assert judge_greedy([4, 5, 6, 7], [4, 5, 6]) == (3, 7)
     assert judge_greedy([4], []) == (0, 4)
+
+
+class Fed(CachedModel):
+    """Counts the tokens that a model is fed."""
+
+    fed = 0
+
+    def feed(self, ids, keep):
+        self.fed += len(ids)
+        return super().feed(ids, keep)
+
+
+@pytest.mark.parametrize("use_draft", [False, True])
+def test_a_conversation_sent_again_is_read_from_where_it_parts(pair, prompt, plain, use_draft):
+    """O45: a client sends the whole conversation: the tokens of a new start, without reading the beginning again."""
+    draft = pair.draft if use_draft else None
+    more = pair.tokenizer.encode(" Answer: there are")
+    speculation = Speculation(pair.target, draft, Options(12, 3))
+    speculation.target = counted = Fed(pair.target, speculation.target.vocab)
+    first = speculation.generate(prompt)
+    told = first.tokens
+    before = counted.fed
+    whole = [*prompt, *first.tokens[:7], *more]  # the client has cut the answer
+    common = len(prompt) + 7 + (more[0] == first.tokens[7])
+    assert speculation.continue_from(whole) == common
+    second = speculation.generate(())
+    assert second.tokens == transformers_greedy(pair.target, whole, 12)
+    assert counted.fed - before == len(whole) - common + second.drafted + len(second.tokens) - 1 - second.accepted
+    assert told == plain[:12]  # the first answer is not touched
+
+
+def test_continuing_with_the_same_text_reads_one_token(pair, prompt, plain):
+    speculation = Speculation(pair.target, pair.draft, Options(8, 3))
+    speculation.generate(prompt)
+    assert speculation.continue_from(prompt) == len(prompt) - 1
+    assert speculation.generate(()).tokens == plain[:8]
+    assert speculation.continue_from([*prompt, *plain[:8]], Options(4, 2)) == len(prompt) + 7
+    assert speculation.generate(()).tokens == plain[8:12]
+    with pytest.raises(InputError, match="no tokens"):
+        speculation.continue_from([])
+
+
+def test_full_sliding_windows_begin_anew_and_stay_exact():
+    from tiny import family_model
+
+    model = family_model("gpt_oss")  # windows of 8
+    prompt, other = list(range(5, 25)), [*range(5, 15), 40, 41]
+    speculation = Speculation(model, model, Options(6, 2))
+    speculation.generate(prompt)
+    assert speculation.continue_from(other) == 0
+    assert speculation.generate(()).tokens == Speculation(model, None, Options(6)).generate(other).tokens
+
+
+@pytest.mark.parametrize("after", range(2, 9))
+def test_an_interrupted_answer_can_be_continued(pair, prompt, plain, after):
+    """Interrupted while drafting: proposals that nobody judged are not taken for text."""
+    speculation = Speculation(pair.target, pair.draft, Options(24, 4), Log(stop_after=after))
+    first = speculation.generate(prompt)
+    assert first.interrupted
+    speculation.observer = Observer()
+    rest = speculation.generate(()).tokens
+    assert [*first.tokens, *rest][:24] == plain[:24]
