@@ -246,13 +246,7 @@ class CpuTier:
                 if self._shared.closing.is_set():
                     return
                 job = self._jobs.popleft()
-            self._compute(job)
+            job.work = job.call.compute_on_host(job.experts, self._store, self._threads)
             with self._shared.lock:
                 job.done = True
                 self._shared.progress.notify()
-
-    def _compute(self, job: Job) -> None:
-        for expert in job.experts:
-            begin = perf_counter_ns()
-            job.call.compute_on_host(expert, self._store.weights(Key(job.call.layer, expert)))
-            job.work.append((len(job.call.places[expert]), perf_counter_ns() - begin))

@@ -5,16 +5,18 @@ experts from wherever their weights are. The result does not depend on where or 
 writes its rows into a place of its own, and these are weighted and added in the router's order.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from time import perf_counter_ns
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from transformers.integrations.moe import ExpertsInterface
 
-from .store import Weights
+from ..policies.interface import Key
+from .store import Arena, HostStore, Weights
 
 IMPLEMENTATION = "spac"
 
@@ -52,13 +54,18 @@ class Call:
         """Where the CPU tier writes; `rows` itself where the fast device is emulated."""
         return self.rows if self.rows.device.type == "cpu" else torch.empty_like(self.rows, device="cpu")
 
-    def compute(self, expert: int, weights: Weights) -> None:
-        """All tokens of one expert on the fast device."""
-        self._run(expert, weights, self.hidden, self.rows)
+    def compute(self, expert: int, arena: Arena, slot: int) -> None:
+        """All tokens of one expert on the fast device, which holds it in `slot`."""
+        self._run(expert, arena.weights(slot), self.hidden, self.rows)
 
-    def compute_on_host(self, expert: int, weights: Weights) -> None:
-        """All tokens of one expert on the CPU tier; `bring` takes the rows over."""
-        self._run(expert, weights, self.host_hidden, self.host_rows)
+    def compute_on_host(self, experts: Sequence[int], store: HostStore, threads: int = 1) -> list[tuple[int, int]]:
+        """All tokens of some experts on the CPU tier; `bring` takes the rows over. (tokens, ns) of each, in order."""
+        work = []
+        for expert in experts:
+            begin = perf_counter_ns()
+            self._run(expert, store.weights(Key(self.layer, expert)), self.host_hidden, self.host_rows)
+            work.append((len(self.places[expert]), perf_counter_ns() - begin))
+        return work
 
     def bring(self, experts: Iterable[int]) -> None:
         """Take the CPU tier's rows to the fast device."""
@@ -66,7 +73,7 @@ class Call:
             at = [row for expert in experts for row in self.places[expert]]
             self.rows[at] = self.host_rows[at].to(self.rows.device)
 
-    def _run(self, expert: int, weights: Weights, hidden: torch.Tensor, rows: torch.Tensor):
+    def _run(self, expert: int, weights: Weights, hidden: torch.Tensor, rows: torch.Tensor) -> None:
         at, k = self.places[expert], self.weights.shape[1]
         one = at[0] // k
         x = hidden[one : one + 1] if len(at) == 1 else hidden[[row // k for row in at]]

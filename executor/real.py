@@ -104,7 +104,7 @@ class RealHost:
 
     def _compute(self, call: Call, expert: int, slot: int, times: LayerTimes) -> None:
         begin = perf_counter_ns()
-        call.compute(expert, self.arena.weights(slot))
+        call.compute(expert, self.arena, slot)
         times.work.append((len(call.places[expert]), perf_counter_ns() - begin))
 
     def _fence(self) -> None:

@@ -72,7 +72,7 @@ class VirtualHost:
                 self.arena.load(slot, self._store.flat(key))
             else:
                 slot = cache.slot(key)
-            call.compute(expert, self.arena.weights(slot))
-        for expert in plan.cpu:
-            call.compute_on_host(expert, self._store.weights(Key(layer, expert)))
-        call.bring(plan.cpu)
+            call.compute(expert, self.arena, slot)
+        if plan.cpu:
+            call.compute_on_host(plan.cpu, self._store)
+            call.bring(plan.cpu)

@@ -189,7 +189,7 @@ class OnCpu(Policy):
 def test_an_error_in_the_cpu_tier_reaches_the_caller(load_live, live_prompts, live_machine, monkeypatch):
     from moe_spac.executor.moe import Call
 
-    def broken(self, expert, weights):
+    def broken(self, experts, store, threads=1):
         raise MemoryError("out of memory")
 
     monkeypatch.setattr(Call, "compute_on_host", broken)
