@@ -123,7 +123,7 @@ def _observe(models: Models, machine: Machine, every: int = 0, draft: bool = Fal
     everything = len(shape.moe_layers) * shape.experts
     host = make_host(models, Probe(every), Settings(machine, everything, options=options))
     try:
-        live = Live(host, models, 0, None)
+        live = Live(host, models)
         attach(models.experts, live)
         Speculation(models.pair.target, models.pair.draft if draft else None, options, live).generate(ids)
     finally:

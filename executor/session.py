@@ -1,20 +1,22 @@
-"""One live run: the draft/verify loop, the policy's host, and the trace of what happened.
+"""A loaded pair that answers requests under a policy, one after another; and runs over a set of prompts.
 
-The loop's observer is also the listener of the target's expert layers, so it sees a step whole: its tokens, the
-routing of every layer, and what verification kept.
+What lives on between requests: the slots with the experts in them, the policy's state, the threads of both lanes, and
+the keys and values of the last text.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Self
 
-import numpy as np
 import torch
 
 from ..policies.driver import Counters, Driver, PolicyError
-from ..policies.interface import Policy, StepInfo
+from ..policies.events import EventLog, Recording
+from ..policies.interface import Policy
 from ..simulator.capacity import check_size
 from ..simulator.engine import setup_for
 from ..simulator.machine import Machine, rates_for
@@ -22,25 +24,29 @@ from ..simulator.steptimes import StepTime
 from ..traces.errors import InputError
 from ..traces.prompts import Prompt, encode
 from ..traces.recorder import make_header
-from ..traces.routers import Asked, Routers, asking, gate_choice, read_routers
-from ..traces.schema import DraftShape, Kind, ModelShape, Step, id_dtype, kept_rows
-from ..traces.speculate import Generation, Observer, Options, Speculation
+from ..traces.routers import Routers, asking
+from ..traces.schema import DraftShape, ModelShape, Step
+from ..traces.speculate import Options, Speculation
 from ..traces.writer import TraceWriter
-from .host import RING, Host, Routed
+from .host import RING, Host
+from .live import Live, routers_of
 from .models import Models
-from .moe import Call, attach
+from .moe import attach
 from .real import RealHost
+from .result import Answer, Clock, Result, Times
 from .store import Arena, HostStore
 from .times import StepTimes
 from .virtual import VirtualHost
 
 LOOKAHEAD = 3  # layers whose gates are asked ahead for a policy that wants it (HybriMoE's horizon)
-Clock = Literal["real", "virtual"]
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to run. `slots` is the total over all layers; `budget` bounds the arena in bytes."""
+    """How to run. `slots` is the total over all layers; `budget` bounds the arena in bytes.
+
+    `record` takes the routing trace, `events` what the policy was told and asked (see `policies.events`).
+    """
 
     machine: Machine
     slots: int
@@ -49,123 +55,198 @@ class Settings:
     seed: int = 0
     budget: int | None = None
     record: Path | None = None
+    events: Path | None = None
 
 
-@dataclass(slots=True)
-class Result:
-    """What a run gave. `times` has one entry a step: measured on the real clock, simulated on the virtual one.
+class Session:
+    """Answers requests one at a time, all from the thread that made it.
 
-    `decisions` is the driver's record, `arena_bytes` what the slots took on the fast device.
+    After an error or an interrupt in the middle of a step, the next request begins with empty slots and a policy that
+    is set up anew. Raises InputError as `make_host` does, and for a policy that gives an illegal answer.
     """
 
-    policy: str
-    slots: int
-    clock: Clock
-    texts: list[list[int]] = field(default_factory=list)
-    generations: list[Generation] = field(default_factory=list)
-    prefill: Counters = field(default_factory=Counters)
-    decode: Counters = field(default_factory=Counters)
-    times: Sequence[StepTimes | StepTime] = ()
-    arena_bytes: int = 0
-    decisions: list[tuple[Any, ...]] = field(default_factory=list)
-
-    @property
-    def new_tokens(self) -> int:
-        return sum(len(g.tokens) for g in self.generations)
-
-    @property
-    def drafted(self) -> int:
-        return sum(g.drafted for g in self.generations)
-
-    @property
-    def accepted(self) -> int:
-        return sum(g.accepted for g in self.generations)
-
-    @property
-    def prefill_s(self) -> float:
-        """Time spent on prompts, over all sequences; the draft's prompt is part of it."""
-        return self._draft_prefill_s + sum(t.wall_ns for t in self.times if t.kind is Kind.PREFILL) / 1e9
-
-    @property
-    def decode_s(self) -> float:
-        """Wall time of everything after prefill, drafting included."""
-        return sum(t.wall_ns for t in self.times if t.kind is not Kind.PREFILL) / 1e9 - self._draft_prefill_s
-
-    @property
-    def _draft_prefill_s(self) -> float:
-        """The virtual clock does not charge it."""
-        return sum(g.seconds.get("draft_prefill", 0.0) for g in self.generations) if self.clock == "real" else 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Output tokens over `decode_s`."""
-        return self.new_tokens / self.decode_s if self.decode_s else 0.0
-
-
-class Live(Observer):
-    """Tells the host of every step and layer, and gathers the routing for `write`."""
-
     def __init__(
-        self, host: Host, models: Models, routers: Routers, lookahead: int, write: Callable[[Step], None] | None
+        self,
+        models: Models,
+        policy: Policy,
+        settings: Settings,
+        write: Callable[[Step], None] | None = None,
+        decisions: list[tuple[Any, ...]] | None = None,
     ) -> None:
-        self.host = host
+        self.models, self.settings = models, settings
         self.sequence = self.turn = 0
-        self.asked: dict[int, Asked] = {}  # filled by `asking` where gates are asked ahead
-        self._gates, self._routers = [block.gate for block in models.blocks], routers
-        self._ids = id_dtype(models.pair.shape.experts)
-        self._lookahead, self._write = lookahead, write
-        self._index = -1
-        self._routed: list[Routed] = []
+        self._write, self._decisions = write, decisions
+        self._routers: dict[int, Routers] = {}
+        self._arena: Arena | None = None
+        self._live: Live | None = None
+        self._speculation: Speculation | None = None
+        self._lanes = ExitStack()
+        self._files = ExitStack()
+        self._log: EventLog | None = None
+        try:
+            if settings.events is not None:
+                self._log = self._files.enter_context(EventLog(settings.events))
+            self.use(policy)
+        except BaseException:
+            self.close()
+            raise
 
-    def draft_length(self, planned: int) -> int:
-        return self.host.draft_length(planned)
+    def __enter__(self) -> Self:
+        return self
 
-    def step_begins(self, kind: Kind, tokens: np.ndarray, positions: np.ndarray, drafted: np.ndarray) -> None:
-        self._index += 1
-        self._positions, self._step = positions, StepInfo(self._index, kind, tokens, drafted)
-        self._routed.clear()
-        self.host.step_begins(self._step, int(positions[0]))
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
-    def layer(self, call: Call) -> None:
-        def route() -> Routed:
-            ids = np.array(call.ids, dtype=self._ids)
-            self._routed.append(Routed(ids, call.weights.half().cpu().numpy(), self._ahead(call.layer)))
-            return self._routed[-1]
+    @property
+    def host(self) -> Host:
+        """The running host; it is another one after `use`."""
+        return self._ready().host
 
-        self.host.layer(call, route)
+    @property
+    def text(self) -> list[int]:
+        """Token ids of the last text, prompt and answer."""
+        return [] if self._speculation is None else list(self._speculation.text)
 
-    def step_ends(self, accepted: int, emitted: Sequence[int]) -> None:
-        self.host.step_ends(accepted, kept_rows(self._step.drafted, accepted), len(emitted))
-        if self._write is not None:
-            self._write(self._whole_step(accepted))
+    def use(self, policy: Policy) -> None:
+        """Decide by `policy` from now on: a new driver and new lanes on the same store and slots, which start as the
+        policy places them. Keys and values stay."""
+        self._drop()
+        self.policy = policy
+        lookahead = LOOKAHEAD if "next-gate" in policy.channels else 0
+        if lookahead not in self._routers:
+            self._routers[lookahead] = routers_of(self.models, lookahead)
+        told = policy if self._log is None else Recording(policy, self._log)
+        host = make_host(self.models, told, self.settings, self._decisions, self._arena)
+        self._arena = host.arena
+        self._lanes.callback(host.close)
+        self._live = Live(host, self.models, self._routers[lookahead], lookahead, self._write)
+        if lookahead:
+            experts = self.models.pair.shape.experts
+            self._lanes.enter_context(asking(self.models.blocks, self._live.asked, experts, values=False))
+        attach(self.models.experts, self._live)
 
-    def _ahead(self, layer: int) -> np.ndarray | None:
-        """[n, J, k]: what the next layers' gates say of this layer's gate input; the last layer repeats at the end."""
-        if not self._lookahead:
-            return None
-        hidden = self.asked.pop(layer).args[0]
-        choices: dict[int, torch.Tensor] = {}
-        later = [min(layer + j, len(self._gates) - 1) for j in range(1, self._lookahead + 1)]
-        for one in set(later):
-            args, kwargs = self._routers.extras[one]
-            choices[one] = gate_choice(self._gates[one], hidden, *args, **kwargs)
-        return torch.stack([choices[one] for one in later], 1).cpu().numpy().astype(self._ids)
+    def begin(self, options: Options) -> None:
+        """Start a new text, with nothing of the last one."""
+        pair = self.models.pair
+        self._speculation = Speculation(pair.target, pair.draft, options, self._ready())
 
-    def _whole_step(self, accepted: int) -> Step:
-        layers = self._routed
-        ahead = [r.ahead for r in layers if r.ahead is not None]
-        return Step(
-            sequence=self.sequence,
-            turn=self.turn,
-            kind=self._step.kind,
-            positions=self._positions,
-            tokens=self._step.tokens,
-            drafted=self._step.drafted,
-            accepted=accepted,
-            experts=np.stack([r.ids for r in layers], 1),
-            weights=np.stack([r.weights for r in layers], 1),
-            ahead=np.stack(ahead, 1) if ahead else None,
+    def extend(
+        self,
+        ids: Sequence[int],
+        on_tokens: Callable[[Sequence[int]], None] | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> Answer:
+        """Append `ids` to the text and generate.
+
+        `on_tokens` is told the new tokens of every step; `stop` is asked before every forward pass and ends the answer.
+        """
+        live, speculation = self._ready(), self._speculation
+        assert speculation is not None, "begin first"
+        live.sequence, live.turn = self.sequence, self.turn
+        live.on_tokens, live.should_stop = on_tokens, stop
+        driver, begin, reused = live.host.driver, perf_counter(), speculation.target.length
+        before = replace(driver.prefill), replace(driver.decode)
+        prompt = len(speculation.text) + len(ids)
+        try:
+            generation = speculation.generate(ids)
+        except PolicyError as error:
+            self._forget()
+            raise InputError(str(error)) from error
+        except BaseException:
+            self._forget()
+            raise
+        finally:
+            live.on_tokens = live.should_stop = None
+        return Answer(
+            policy=self.policy.name,
+            prompt=prompt,
+            reused=reused,
+            generation=generation,
+            prefill=_since(driver.prefill, before[0]),
+            decode=_since(driver.decode, before[1]),
+            times=self._take_times(),
+            seconds=perf_counter() - begin,
         )
+
+    def generate(
+        self,
+        ids: Sequence[int],
+        options: Options | None = None,
+        on_tokens: Callable[[Sequence[int]], None] | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> Answer:
+        """Answer a whole text `ids`. What it has in common with the last one is not computed again."""
+        last = self._speculation
+        self._ready()
+        self.begin(options or self.settings.options)
+        assert self._speculation is not None
+        if last is not None:
+            take_over(self._speculation, last, ids)
+        return self.extend(ids[len(self._speculation.text) :], on_tokens, stop)
+
+    def forget(self) -> None:
+        """Drop the keys and values of the last text; experts stay where they are."""
+        self._speculation = None
+
+    def close(self) -> None:
+        """End every thread and close every file. The models stay loaded."""
+        self._drop()
+        self._files.close()
+
+    def _ready(self) -> Live:
+        if self._live is None:
+            self.use(self.policy)
+        assert self._live is not None
+        return self._live
+
+    def _drop(self) -> None:
+        """End the lanes."""
+        self._lanes.close()
+        self._live = None
+
+    def _forget(self) -> None:
+        """A step was left in the middle: neither driver nor caches can go on."""
+        self._drop()
+        self.forget()
+
+    def _take_times(self) -> Times:
+        """The steps since the last call; the real clock's list is emptied, or a server's would grow without end."""
+        times = self.host.times
+        if not isinstance(times, list):
+            return times
+        taken = list(times)
+        times.clear()
+        return taken
+
+
+def take_over(new: Speculation, last: Speculation, ids: Sequence[int]) -> None:
+    """Give `new` the keys and values of the longest beginning that `ids` and the text of `last` have in common.
+
+    At least one token of `ids` is left to read. Caches that cannot be cut back so far are not taken.
+    """
+    common = next((i for i, (a, b) in enumerate(zip(ids, last.text, strict=False)) if a != b), None)
+    keep = min(len(ids), len(last.text)) if common is None else common
+    keep = min(keep, len(ids) - 1)
+    if keep < 1 or not _cut(last.target, keep):
+        return
+    new.target, new.text = last.target, list(ids[:keep])
+    if new.draft is not None and last.draft is not None and _cut(last.draft, keep):
+        new.draft = last.draft
+
+
+def _cut(cached: Any, keep: int) -> bool:
+    """Leave at most `keep` tokens in a cache; False where it cannot be done."""
+    surplus = max(0, cached.length - keep)
+    if not cached.can_crop or (surplus and any(cached.cache.is_sliding)):
+        return False
+    cached.crop(surplus)
+    return True
+
+
+def _since(now: Counters, then: Counters) -> Counters:
+    return Counters(**{f.name: getattr(now, f.name) - getattr(then, f.name) for f in fields(Counters)})
 
 
 def run(models: Models, policy: Policy, prompts: Sequence[Prompt], settings: Settings, source: str = "") -> Result:
@@ -179,58 +260,44 @@ def run(models: Models, policy: Policy, prompts: Sequence[Prompt], settings: Set
     lookahead = LOOKAHEAD if "next-gate" in policy.channels else 0
     result = Result(policy.name, settings.slots, settings.clock)
     with ExitStack() as stack:
-        write = None
+        writer = None
         if settings.record is not None:
             header = make_header(models.pair, prompts, turns, options, source, False, lookahead)
-            write = stack.enter_context(TraceWriter(settings.record, header)).append
-        host = make_host(models, policy, settings, result.decisions)
-        stack.callback(host.close)
-        live = Live(host, models, _routers(models, lookahead), lookahead, write)
-        if lookahead:
-            stack.enter_context(asking(models.blocks, live.asked, models.pair.shape.experts, values=False))
-        attach(models.experts, live)
-        try:
-            _generate(models, turns, options, live, result)
-        except PolicyError as error:
-            raise InputError(str(error)) from error
-        finally:
-            result.prefill, result.decode = host.driver.prefill, host.driver.decode
-            result.times, result.arena_bytes = host.times, host.arena.size
+            writer = stack.enter_context(TraceWriter(settings.record, header))
+        write = None if writer is None else writer.append
+        session = stack.enter_context(Session(models, policy, settings, write, result.decisions))
+        times: list[StepTimes | StepTime] = []
+        for index, sequence in enumerate(turns):
+            session.sequence = index
+            session.begin(replace(options, seed=options.seed + index))
+            for session.turn, ids in enumerate(sequence):
+                answer = session.extend(ids)
+                result.generations.append(answer.generation)
+                times += answer.times if settings.clock == "real" else ()
+            result.texts.append(session.text)
+            if writer is not None:
+                writer.flush()
+        host = session.host
+        result.prefill, result.decode = host.driver.prefill, host.driver.decode
+        result.times, result.arena_bytes = times if settings.clock == "real" else host.times, host.arena.size
     return result
 
 
-class _NoExperts:
-    """Listener of a pass in which only the gates are of interest."""
-
-    def layer(self, call: Call) -> None:
-        call.rows.zero_()
-
-
-def _routers(models: Models, lookahead: int) -> Routers:
-    """What gates take beside hidden states. Raises InputError for gates that cannot be asked ahead."""
-    attach(models.experts, _NoExperts())
-    return read_routers(models.pair.target, models.blocks, models.pair.shape.experts, False, lookahead > 0)
-
-
-def _generate(models: Models, turns: Sequence[list[list[int]]], options: Options, live: Live, result: Result) -> None:
-    for index, sequence in enumerate(turns):
-        live.sequence = index
-        own = replace(options, seed=options.seed + index)
-        speculation = Speculation(models.pair.target, models.pair.draft, own, live)
-        result.texts.append(speculation.text)
-        for turn, ids in enumerate(sequence):
-            live.turn = turn
-            result.generations.append(speculation.generate(ids))
-
-
 def make_host(
-    models: Models, policy: Policy, settings: Settings, decisions: list[tuple[Any, ...]] | None = None
+    models: Models,
+    policy: Policy,
+    settings: Settings,
+    decisions: list[tuple[Any, ...]] | None = None,
+    arena: Arena | None = None,
 ) -> Host:
-    """The policy's driver with slots, machine and arena, on the clock that the settings name."""
+    """The policy's driver with slots, machine and arena, on the clock that the settings name.
+
+    An `arena` that has slots enough is used again.
+    """
     pair = models.pair
     length = settings.options.draft_length if pair.draft is not None else 0
     shapes = pair.shape, pair.draft_shape
-    return host_for(shapes, length, models.store, models.device, policy, settings, decisions)
+    return host_for(shapes, length, models.store, models.device, policy, settings, decisions, arena)
 
 
 def host_for(
@@ -241,6 +308,7 @@ def host_for(
     policy: Policy,
     settings: Settings,
     decisions: list[tuple[Any, ...]] | None = None,
+    arena: Arena | None = None,
 ) -> Host:
     """The same for experts without a model around them."""
     shape, draft = shapes
@@ -255,7 +323,9 @@ def host_for(
         driver = Driver(policy, setup, record=decisions)
     except PolicyError as error:
         raise InputError(str(error)) from error
-    arena = Arena(driver.cache.physical_slots + RING, store.record, device, settings.budget)
+    needed = driver.cache.physical_slots + RING
+    if arena is None or arena.slots < needed:
+        arena = Arena(needed, store.record, device, settings.budget)
     if settings.clock == "virtual":
         return VirtualHost(driver, rates, store, arena, shape.layers - len(shape.moe_layers))
     return RealHost(driver, rates, store, arena)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tiny import family_model
 
 from moe_spac.executor.moe import attach, register
-from moe_spac.executor.session import Live, _routers
+from moe_spac.executor.live import Live, routers_of
 from moe_spac.traces.models import model_shape, moe_blocks
 from moe_spac.traces.recorder import RouterRecorder
 from moe_spac.traces.routers import asking
@@ -53,7 +53,7 @@ def test_next_gates_are_asked_as_the_recorder_asks_them(family):
         blocks=blocks, experts=[b.experts for b in blocks], pair=SimpleNamespace(target=model, shape=shape)
     )
     host: Any = OwnWeights()
-    live = Live(host, models, _routers(models, 2), 2, ours.append)
+    live = Live(host, models, routers_of(models, 2), 2, ours.append)
     attach(models.experts, live)
     with asking(blocks, live.asked, shape.experts, values=False):
         assert Speculation(model, None, Options(4), live).generate(PROMPT).tokens == text
