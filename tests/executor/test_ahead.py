@@ -8,8 +8,8 @@ import pytest
 import torch.nn.functional as F
 from tiny import family_model
 
-from moe_spac.executor.moe import attach, register
 from moe_spac.executor.live import Live, routers_of
+from moe_spac.executor.moe import attach, register
 from moe_spac.traces.models import model_shape, moe_blocks
 from moe_spac.traces.recorder import RouterRecorder
 from moe_spac.traces.routers import asking
