@@ -9,6 +9,7 @@ from ..traces.schema import DraftShape, ModelShape
 from .machine import Machine
 
 FITS, NEAR_FULL, EXCEEDED = "ok", "VRAM_NEAR_FULL", "VRAM_EXCEEDED"
+EXPERTS = "expert slots and staging"
 
 # Windows charges pinned host memory to the card. On a 24,576 MiB card the most that could be pinned beside 15,360 to
 # 22,528 MiB of resident data brought the sum to between 23,296 and 24,320 MiB (ninfer-3090#45): a sum that leaves less
@@ -133,6 +134,21 @@ def slots_for_context(
     return count_slots(vram, machine, shape, draft, context, pooled).slots
 
 
+def taken_with(
+    slots: int,
+    machine: Machine,
+    shape: ModelShape,
+    draft: DraftShape | None,
+    context: int,
+    pooled: bool,
+    more: Mapping[str, int] | None = None,
+) -> dict[str, int]:
+    """Bytes of the card that are in use, by name, with `slots` slots in all and their staging; headroom is not."""
+    taken = taken_by(machine, shape, draft, context, more)
+    del taken["headroom"]
+    return taken | {EXPERTS: (slots + staging_for(slots, shape, pooled)) * shape.expert_bytes}
+
+
 def card_with(
     slots: int,
     machine: Machine,
@@ -147,11 +163,10 @@ def card_with(
     Near full the driver may begin to move memory to the host without a word: a larger cache was seen to run 7 times
     slower there (Crow#86).
     """
-    taken = taken_by(machine, shape, draft, context, more)
-    headroom = taken.pop("headroom")
-    held = (slots + staging_for(slots, shape, pooled)) * shape.expert_bytes
+    taken = taken_with(slots, machine, shape, draft, context, pooled, more)
+    headroom, held = round(machine["gpu.headroom"]), taken[EXPERTS]
     card = round(machine["gpu.vram"])
-    free = card - sum(taken.values()) - held
+    free = card - sum(taken.values())
     each = f"{slots / len(shape.moe_layers):.3g} slots a layer take {show_size(held)}"
     if free < 0:
         return Card(EXCEEDED, free, f"{each}, {show_size(-free)} more than the card of {show_size(card)} has left")

@@ -95,7 +95,7 @@ def run(
     loads = loads_for(source, modes)
     if not any(load.decodes for load in loads.values()):
         raise InputError(f"{trace}: no decode steps among those taken; give a longer trace or a larger --limit-steps")
-    job = Job(source, profile, loads, seed, protect_decode, regret, bounded=optimum)
+    job = Job(source, profile, loads, seed, protect_decode, regret, bounded=optimum, occupancy=True)
     sizes, words = sizes_by_mode(slots, cache_fraction, vram, job, list(loaded.values()), modes, kv_grows)
     if kv_grows:
         job = replace(
@@ -198,7 +198,7 @@ def other_lengths(
         cases = length_cases(outcomes, [n for n in LENGTHS if n not in recorded], best)
     else:
         cases = length_cases(outcomes, lengths)
-    job = replace(job, loads=loads_of(job.source, cases), bounded=False)
+    job = replace(job, loads=loads_of(job.source, cases), bounded=False, occupancy=False)
     with progress_bar("other draft lengths", sum(job.loads[c.view].steps for c in cases)) as progress:
         return run_cases(job, cases, jobs, progress)
 

@@ -12,7 +12,11 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
+import numpy as np
+
+from ..policies.interface import Policy
 from ..policies.load import load_policy
 from ..traces.batch import batched
 from ..traces.redraft import redrafted, windowed
@@ -20,10 +24,11 @@ from ..traces.schema import DraftShape
 from ..traces.views import Steps, autoregressive
 from .accesses import Accesses
 from .bounds import Bounds, bounds
-from .capacity import slots_for_context
+from .capacity import slots_for_context, taken_with
 from .engine import Run, future_of
 from .machine import Machine, rates_for
 from .metrics import OK, Limited, Load, Metrics, gaps, load_of, measure, status_of, time_gap
+from .occupancy import Occupancy
 from .prefetch_metrics import Layers, layer_spread
 from .regret import watch
 from .run import simulate
@@ -94,7 +99,8 @@ class Outcome:
     """What became of a case. A failed one has no metrics and no steps.
 
     reference: the offline optimum, or a base that nobody asked for. draft_length: the trace's, or what it was `cut`
-    to; 0 in plain decoding. bound: of everything that could have been done with these steps and slots.
+    to; 0 in plain decoding. bound: of everything that could have been done with these steps and slots. residency:
+    [L, E], how often each expert was resident, where the job wants to know.
     """
 
     policy: str
@@ -110,6 +116,7 @@ class Outcome:
     steps: Table = field(default_factory=dict)
     layers: Layers = field(default_factory=dict)
     bound: Bounds | None = None
+    residency: np.ndarray | None = None
 
     @property
     def failed(self) -> bool:
@@ -125,8 +132,9 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class Job:
     """What every case shares. `loads` by `Case.view`. protect: prefill leaves the cache alone. regret: also judge
-    every eviction, which takes time. bounded: also work out the bounds. vram: bytes of the card, of which keys and
-    values take more as the context grows (None: slots stay as they are); pooled: some policy shares slots."""
+    every eviction, which takes time. bounded: also work out the bounds. occupancy: also keep who was resident. vram:
+    bytes of the card, of which keys and values take more as the context grows (None: slots stay as they are); pooled:
+    some policy shares slots."""
 
     source: Source
     machine: Machine
@@ -135,6 +143,7 @@ class Job:
     protect: bool = False
     regret: bool = False
     bounded: bool = False
+    occupancy: bool = False
     vram: int | None = None
     pooled: bool = False
 
@@ -190,8 +199,18 @@ def run_case(job: Job, case: Case, progress: Callable[[int], None] | None = None
     picks = None
     if job.regret:
         picks = watch(policy, future_of(shape, trace.steps()), len(shape.moe_layers), load.steps)
-    slots_at = job.slots_at(trace)
-    run = simulate(trace, policy, job.machine, case.slots, job.seed, progress, protect=job.protect, slots_at=slots_at)
+    watched = Occupancy(len(shape.moe_layers), shape.experts, load.steps) if job.occupancy else None
+
+    def done(steps: int) -> None:
+        if watched:
+            watched.after_step(steps)
+        if progress:
+            progress(steps)
+
+    more: dict[str, Any] = {"protect": job.protect, "slots_at": job.slots_at(trace)}
+    if watched:
+        more["engine_of"] = watched.engine_of
+    run = simulate(trace, policy, job.machine, case.slots, job.seed, done, **more)
     outcome = Outcome(
         policy=case.policy,
         slots=case.slots,
@@ -204,17 +223,20 @@ def run_case(job: Job, case: Case, progress: Callable[[int], None] | None = None
         cut=case.draft_length is not None,
     )
     if not outcome.failed:
-        _measure(outcome, run, trace, load, job.machine, policy.channels)
+        _measure(outcome, run, trace, load, job.machine, policy)
         outcome.metrics |= picks.metrics() if picks else {}
+        outcome.residency = watched.shares if watched else None
     return outcome
 
 
-def _measure(outcome: Outcome, run: Run, trace: Steps, load: Load, machine: Machine, channels: frozenset[str]) -> None:
-    shape = trace.header.target
-    rates = rates_for(machine, shape, trace.header.draft)
+def _measure(outcome: Outcome, run: Run, trace: Steps, load: Load, machine: Machine, policy: Policy) -> None:
+    shape, draft = trace.header.target, trace.header.draft
+    rates = rates_for(machine, shape, draft)
     outcome.steps, outcome.layers = run.steps.table(), run.layers
-    outcome.metrics = measure(run, outcome.steps, shape, rates, load, channels)
+    outcome.metrics = measure(run, outcome.steps, shape, rates, load, policy.channels)
     outcome.metrics |= layer_spread(run.layers, run.decode.assignments // len(shape.moe_layers))
+    held = taken_with(outcome.slots, machine, shape, draft, load.context, policy.scope == "global")
+    outcome.metrics["vram_bytes"] = sum(held.values())
 
 
 def run_cases(

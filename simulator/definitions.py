@@ -125,6 +125,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "slots_per_layer_over_top_k": ("ratio", "slots of a layer over the experts that one token needs"),
     "pressure_mean": ("ratio", "r: distinct experts of an event over a layer's slots; mean"),
     "pressure_share_above_1": ("share", "events with r above 1, which cannot be held at once"),
+    "vram_bytes": ("bytes", "of the card in use: weights that stay there, the draft's too, keys and values of the "
+                            "longest text, expert slots with staging, what driver and desktop hold"),
     # Bounds
     "gap_to_optimum": ("share", "hit_rate_unique of MIN less this; below 0 where prefetching hits more"),
     "gap_closed": ("share", "in misses, (LRU - this) / (LRU - MIN)"),

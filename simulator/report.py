@@ -19,6 +19,7 @@ from ..traces.schema import Header, Provenance
 from .capacity import FITS, card_with
 from .compare import AR, SD, Job, Outcome, verdicts, winner
 from .metrics import BOTTLENECKS, INACTIVE, OK, TOO_FEW, UNROUTED
+from .occupancy import need_shares, table_of
 from .prefetch_metrics import layer_rows
 from .steptimes import KINDS
 from .tables import fitted, length_rows, more_rows, share_of, sizes_of, table_rows
@@ -156,7 +157,7 @@ def metrics_document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _about(o: Outcome) -> dict[str, Any]:
-    names = ("policy", "slots", "mode", "draft_length", "cut", "status", "reference", "lossless")
+    names = ("policy", "size", "slots", "mode", "draft_length", "cut", "status", "reference", "lossless")
     return {n: getattr(o, n) for n in names}
 
 
@@ -226,6 +227,15 @@ def write_layers(path: Path, outcomes: Sequence[Outcome], moe_layers: tuple[int,
                 writer.writerow(row)
 
 
+def write_residency(path: Path, job: Job, outcomes: Sequence[Outcome]) -> None:
+    """Every expert of every run but those at other draft lengths; columns as in `occupancy.table_of`."""
+    import pyarrow.parquet
+
+    runs = [o for o in outcomes if not o.cut]
+    needs = {mode: need_shares(job.source.view(mode)) for mode in dict.fromkeys(o.mode for o in runs)}
+    pyarrow.parquet.write_table(table_of(runs, needs), path, compression="zstd")
+
+
 def write_run(
     folder: Path,
     job: Job,
@@ -248,6 +258,8 @@ def write_run(
         (hidden / "metrics.json").write_text(_json(metrics_document(outcomes)))
         write_steps(hidden / "steps.csv", outcomes)
         write_layers(hidden / "layers.csv", outcomes, job.source.trace.header.target.moe_layers)
+        if job.occupancy:
+            write_residency(hidden / "residency.parquet", job, outcomes)
         if draw:
             draw(hidden)
         written = sorted(hidden.iterdir())

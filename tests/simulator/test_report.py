@@ -206,7 +206,7 @@ def test_documents_are_plain_json(compared):
     document = json.loads(json.dumps(metrics_document(outcomes), allow_nan=False))
     assert {"runs", "bounds", "verdicts", "winners"} == set(document)
     ok = next(r for r in document["runs"] if r["status"] == "ok")
-    about = {"policy", "slots", "mode", "draft_length", "cut", "status", "reference", "lossless"}
+    about = {"policy", "size", "slots", "mode", "draft_length", "cut", "status", "reference", "lossless"}
     assert set(ok) - about <= set(METRICS)
     assert {(b["size"], b["mode"]) for b in document["bounds"]} == {(8, "sd"), (8, "ar"), (12, "sd"), (12, "ar")}
     failed = [r for r in document["runs"] if r["status"] != "ok"]

@@ -50,7 +50,7 @@ def test_run_prints_a_table_a_verdict_and_writes_a_folder(sim, tmp_path):
         assert word in out
     folder = tmp_path / "runs" / "t-rtx4090-pcie4"
     names = {p.name for p in folder.iterdir()}
-    assert names == {"run.json", "metrics.json", "steps.csv", "layers.csv"} | {
+    assert names == {"run.json", "metrics.json", "steps.csv", "layers.csv", "residency.parquet"} | {
         f"{n}.{s}" for n in ("speed", "slots", "time", "lengths") for s in ("png", "svg")
     }
     assert max(len(line) for line in out.splitlines() if line.startswith(("│", "┃"))) <= 100
@@ -251,7 +251,7 @@ def test_every_number_is_defined_on_request(sim):
     rows = {r["name"]: r for r in json.loads(sim("metrics", "--json")[1])}
     words = ("run", "t.spac", "--slots", "4", "--no-plots", "--policy", "static", "--regret", "--json")
     found = json.loads(sim(*words)[1])["runs"][0]
-    about = {"policy", "slots", "mode", "draft_length", "cut", "status", "reference", "lossless"}
+    about = {"policy", "size", "slots", "mode", "draft_length", "cut", "status", "reference", "lossless"}
     assert set(found) - about == set(rows)
     assert rows["tpot_ms_mean"]["unit"] == "ms"
     assert "gap_closed_time" in sim("metrics")[1]

@@ -75,7 +75,7 @@ def test_a_cell_has_the_numbers_of_a_run(sim, tmp_path):
     assert len(cells) == len(runs) == 6
     for run in runs:
         same = [c for c in cells if (c["policy"], c["slots"], c["mode"]) == (run["policy"], run["slots"], run["mode"])]
-        flat = {k: v for k, v in run.items() if k != "cut" and not isinstance(v, list | dict)}
+        flat = {k: v for k, v in run.items() if k not in ("cut", "size") and not isinstance(v, list | dict)}
         assert [{k: c.get(k, "missing") for k in flat} for c in same] == [flat]
 
 
