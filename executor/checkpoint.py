@@ -1,229 +1,190 @@
 """Load a model with its experts apart: they go straight to the host store and stay on meta in the model for ever.
 
-The skeleton is built on torch's meta device and the safetensors shards are read here, so that no expert is held twice
-or touches the fast device outside the arena. Experts may lie in the checkpoint one by one
-(`experts.E.{gate,up,down}_proj.weight`) or fused (`experts.gate_up_proj` [E, 2I, H], `experts.down_proj` [E, H, I]).
-Every tensor is accounted for: what is missing, unexpected or given twice is an InputError that names it.
+The skeleton is built on torch's meta device and the checkpoint is read here, tensor by tensor, so that nothing is held
+twice and no expert touches the fast device outside the arena. Every tensor is accounted for before one is read: what is
+missing, unexpected or given twice is an InputError that names it.
 """
 
 import copy
-import json
-import re
-import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from rich.console import Console
-from rich.progress import track
-from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.core_model_loading import build_glob_alternation
 
-from ..policies.interface import Key
 from ..traces.errors import InputError
 from ..traces.models import Source, moe_blocks, quiet
-from ..traces.schema import ModelShape
-from .formats import EXACT
 from .moe import IMPLEMENTATION, register
-from .store import HostStore, Record
-
-PER_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
-PARTS = ("gate", "up", "down")
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-
-
-def load_target(source: Source, shape: ModelShape, device: str = "cpu", pinned: bool = False) -> tuple[Any, HostStore]:
-    """The target without experts on `device`, and the experts in host memory. Both in `shape.dtype`."""
-    register()
-    dtype = getattr(torch, shape.dtype)
-    with quiet():
-        model = _skeleton(source, dtype)
-    _check_family(source, model)
-    store = HostStore(
-        len(shape.moe_layers),
-        shape.experts,
-        Record(shape.hidden, shape.expert_width, EXACT[shape.dtype], dtype),
-        pinned=pinned,
-    )
-    _fill(source, model, dtype, device, ExpertFill(store, _expert_paths(model)))
-    return model, store
+from .names import Plan, Recipe, plan
+from .shards import Shards
 
 
 @dataclass
-class ExpertFill:
-    """Copies expert tensors into the store and knows which parts have arrived. `layers`: module path to MoE layer."""
+class Checkpoint:
+    """A model on meta, the files with its weights, and what goes where. `layers`: path of experts to MoE layer."""
 
-    store: HostStore
+    source: Source
+    model: Any
+    files: Shards
+    plan: Plan
+    dtype: torch.dtype
     layers: dict[str, int]
-    arrived: set[tuple[str, int, str]] = field(default_factory=set)
 
-    def take(self, name: str, tensor: torch.Tensor) -> bool:
-        """True if `name` is an expert's tensor of this model, given for the first time. ValueError: wrong shape."""
-        single, fused = PER_EXPERT.fullmatch(name), FUSED.fullmatch(name)
-        if single and single[1] in self.layers and int(single[2]) < self.store.experts:
-            return self._put(single[1], int(single[2]), single[3], tensor)
-        if fused and fused[1] in self.layers:
-            if len(tensor) != self.store.experts:
-                raise ValueError(f"has {len(tensor)} experts, the configuration {self.store.experts}")
-            taken = [self._put(fused[1], e, fused[2], tensor[e]) for e in range(self.store.experts)]
-            return all(taken)
-        return False
+    def experts_of(self, target: str) -> tuple[int, str] | None:
+        """MoE layer and parameter name, if `target` belongs to routed experts that are kept apart."""
+        path, _, last = target.rpartition(".")
+        return (self.layers[path], last) if path in self.layers else None
 
-    def _put(self, path: str, expert: int, part: str, tensor: torch.Tensor) -> bool:
-        width = self.store.record.width
-        weights = self.store.weights(Key(self.layers[path], expert))
-        up = weights.up
-        place = {"gate": up[:width], "up": up[width:], "gate_up": up, "down": weights.down}[part]
-        if place.shape != tensor.shape:
-            raise ValueError(f"has the shape {tuple(tensor.shape)}, the configuration {tuple(place.shape)}")
-        parts = {(path, expert, p) for p in (("gate", "up") if part == "gate_up" else (part,))}
-        if parts & self.arrived:
-            return False
-        self.arrived |= parts
-        place.copy_(tensor)
-        return True
-
-    def missing(self) -> Iterator[str]:
-        for path in self.layers:
-            for expert in range(self.store.experts):
-                for part in PARTS:
-                    if (path, expert, part) not in self.arrived:
-                        yield f"{path}.{expert}.{part}_proj.weight"
+    def fail(self, name: str, what: str) -> InputError:
+        return InputError(f"{self.source.flag} {self.source.name}: {name} {what}; the checkpoint does not fit")
 
 
-def _skeleton(source: Source, dtype: torch.dtype) -> Any:
+def open_checkpoint(source: Source, dtype: torch.dtype, apart: bool) -> Checkpoint:
+    """Skeleton, files and plan; raises InputError for all that does not fit together. No weight is read.
+
+    `apart`: routed experts are computed through us and stay on meta; else the model is an ordinary one.
+    """
+    register()
+    with quiet():
+        model = _skeleton(source, dtype, IMPLEMENTATION if apart else None)
+    layers = {}
+    if apart:
+        _check_family(source, model)
+        order = {id(block.experts): i for i, block in enumerate(moe_blocks(model))}
+        layers = {path: order[id(module)] for path, module in model.named_modules() if id(module) in order}
+    files = Shards(source)
+    found = Checkpoint(source, model, files, plan(model, files.shapes), dtype, layers)
+    _account(found)
+    return found
+
+
+def fill_dense(found: Checkpoint, device: str) -> Any:
+    """Read everything but the experts that are apart; the model, ready to run on `device`."""
+    model, files = found.model, found.files
+    exact = _kept_exact(model, found.dtype)
+    for recipe in found.plan.recipes.values():
+        if found.experts_of(recipe.targets[0]) is not None:
+            continue
+        for target, tensor in recipe.convert(model, (files.read(name) for _, name in recipe.sources)).items():
+            _set(found, target, tensor, exact, device)
+    files.close()
+    with quiet():
+        model.tie_weights()
+        _compute_buffers(model, device)
+    _take_generation_config(found)
+    return model
+
+
+def _skeleton(source: Source, dtype: torch.dtype, implementation: str | None) -> Any:
     config = copy.deepcopy(source.config)  # from_config writes its choices into it
+    choice = {"experts_implementation": implementation} if implementation else {}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=IMPLEMENTATION)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **choice)
     return model.eval()
 
 
 def _check_family(source: Source, model: Any) -> None:
-    """Refuse layouts of experts that the store does not have yet."""
+    """Refuse arithmetic of experts that we do not have."""
     for block in moe_blocks(model):
-        e = block.experts
-        odd = [n for n in ("is_transposed", "has_bias", "has_post_expert_norm") if getattr(e, n, False)]
-        odd += [f"no {n}" for n in ("has_gate", "is_concatenated") if not getattr(e, n, False)]
-        if odd:
+        if getattr(block.experts, "has_post_expert_norm", False):
             raise InputError(
-                f"{source.flag} {source.name}: the experts of {type(model).__name__} are laid out in a way that is not "
-                f"supported ({', '.join(odd)}); use a model such as Qwen/Qwen3-30B-A3B"
+                f"{source.flag} {source.name}: {type(model).__name__} normalises the output of every expert, which is "
+                "not supported here; use a model such as Qwen/Qwen3-30B-A3B"
             )
 
 
-def _expert_paths(model: Any) -> dict[str, int]:
-    order = {id(block.experts): i for i, block in enumerate(moe_blocks(model))}
-    return {path: order[id(module)] for path, module in model.named_modules() if id(module) in order}
-
-
-def _fill(source: Source, model: Any, dtype: torch.dtype, device: str, experts: ExpertFill) -> None:
-    """Put every tensor of the checkpoint where it belongs; afterwards only experts are on meta."""
-    folder = _folder(source)
-    wanted = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    unexpected = []
-    for name, tensor in _tensors(source, folder):
-        try:
-            if experts.take(name, tensor):
-                continue
-            if name in wanted and ".experts." not in name:
-                _set(model, name, tensor, wanted[name].shape, dtype, device)
-            elif not any(p.search(name) for p in ignored):
-                unexpected.append(name)
-        except ValueError as error:
-            raise InputError(f"{source.flag} {source.name}: {name} {error}; the checkpoint does not fit") from None
-    model.tie_weights()
-    _rebuild_buffers(model, device)
-    missing = [*experts.missing(), *(n for n, p in _held(model) if p.is_meta and ".experts." not in n)]
-    _report(source, missing, unexpected)
-    _take_generation_config(model, folder)
-
-
-def _held(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def _report(source: Source, missing: list[str], unexpected: list[str]) -> None:
-    for names, what in ((missing, "missing"), (unexpected, "unexpected or given twice")):
+def _account(found: Checkpoint) -> None:
+    """Every tensor of the model has its sources, of the right shape, and every source is used once."""
+    odd = [*found.plan.unexpected, *found.plan.twice, *found.files.twice]
+    missing = list(found.plan.missing)
+    wanted = found.model.state_dict()
+    for recipe in found.plan.recipes.values():
+        shape = tuple(wanted[recipe.targets[0]].shape)
+        if recipe.converter is None:
+            _check_shape(found, recipe.sources[0][1], shape)
+        elif recipe.stacked:
+            more, absent = _account_stacked(found, recipe, shape)
+            odd += more
+            missing += absent
+    for names, what in ((missing, "missing"), (odd, "unexpected or given twice")):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise InputError(
-                f"{source.flag} {source.name}: the checkpoint does not fit its config.json: {names[0]}{more} {what}; "
-                "fetch the model again"
+                f"{found.source.flag} {found.source.name}: the checkpoint does not fit its config.json: {names[0]}"
+                f"{more} {what}; fetch the model again"
             )
 
 
-def _set(model: Any, name: str, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype, device: str) -> None:
-    if tensor.shape != shape:
-        raise ValueError(f"has the shape {tuple(tensor.shape)}, the configuration {tuple(shape)}")
+def _account_stacked(found: Checkpoint, recipe: Recipe, shape: tuple[int, ...]) -> tuple[list[str], list[str]]:
+    """Unexpected and missing matrices of stacked experts of `shape` [E, rows, columns]."""
+    assert recipe.converter is not None
+    patterns = len(recipe.converter.source_patterns)
+    odd, seen = [], {}
+    for pattern, name in recipe.sources:
+        piece = recipe.piece(pattern, name)
+        if piece in seen or piece[0] >= shape[0]:
+            odd.append(name)
+            continue
+        seen[piece] = name
+        _check_shape(found, name, (shape[1] // patterns, *shape[2:]))
+    absent = [(e, p) for e in range(shape[0]) for p in range(patterns) if (e, p) not in seen]
+    return odd, [_name_of(seen, recipe, e, p) for e, p in absent]
+
+
+def _name_of(seen: dict[tuple[int, int], str], recipe: Recipe, expert: int, place: int) -> str:
+    """What a missing matrix would be called, after one that is there."""
+    assert recipe.converter is not None
+    for (other, p), name in seen.items():
+        if p == place:
+            return name.replace(f".experts.{other}.", f".experts.{expert}.")
+    return f"{recipe.targets[0]} (expert {expert}, {recipe.converter.source_patterns[place]})"
+
+
+def _check_shape(found: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
+    if found.files.shapes[name] != shape:
+        raise found.fail(name, f"has the shape {found.files.shapes[name]}, the configuration {shape}")
+
+
+def _kept_exact(model: Any, dtype: torch.dtype) -> Any:
+    """What the family keeps in float32 whatever the model's type is: a pattern, or None."""
+    names = list(model._get_dtype_plan(dtype))
+    return build_glob_alternation(names)[0] if names else None
+
+
+def _set(found: Checkpoint, name: str, tensor: torch.Tensor, exact: Any, device: str) -> None:
+    """Put a tensor in its place, in a copy, so that nothing keeps a file mapped."""
     path, _, last = name.rpartition(".")
-    module = model.get_submodule(path)
-    # A copy, so that nothing keeps the file mapped.
-    value = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
-    if last in module._parameters:
-        module._parameters[last] = torch.nn.Parameter(value, requires_grad=False)
-    else:
-        module._buffers[last] = value
+    module = found.model.get_submodule(path)
+    where = module._parameters if last in module._parameters else module._buffers
+    if tensor.shape != where[last].shape:
+        raise found.fail(name, f"has the shape {tuple(tensor.shape)}, the configuration {tuple(where[last].shape)}")
+    dtype = tensor.dtype
+    if tensor.is_floating_point():
+        dtype = torch.float32 if exact is not None and exact.search(name) else where[last].dtype
+    value = tensor.to(device=device, dtype=dtype, copy=True)
+    where[last] = torch.nn.Parameter(value, requires_grad=False) if where is module._parameters else value
 
 
-def _rebuild_buffers(model: Any, device: str) -> None:
-    """Buffers that no checkpoint holds (rotary frequencies) were left empty by meta: make their modules anew."""
-    for path, module in list(model.named_modules()):
-        if module._non_persistent_buffers_set and any(b.is_meta for b in module.buffers(recurse=False)):
-            with torch.device(device):
-                fresh = type(module)(module.config)
-            parent, _, last = path.rpartition(".")
-            setattr(model.get_submodule(parent), last, fresh)
+def _compute_buffers(model: Any, device: str) -> None:
+    """Buffers that no checkpoint holds (rotary frequencies) were left empty by meta: the family computes them anew."""
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        path, _, last = name.rpartition(".")
+        model.get_submodule(path)._buffers[last] = torch.empty_like(buffer, device=device)
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True  # everything that was read, and experts on meta, is left alone
+    model.initialize_weights()
 
 
-def _folder(source: Source) -> Path:
-    if Path(source.place).is_dir():
-        return Path(source.place)
-    try:
-        return Path(snapshot_download(source.place, allow_patterns=["*.json", "*.safetensors"]))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{source.flag} {source.name}: cannot be fetched ({error})") from None
-
-
-def _tensors(source: Source, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the checkpoint, views of the mapped files; each file's are used before the next is opened."""
-    for file in _watched(_shards(source, folder)):
-        try:
-            with safe_open(file, framework="pt") as shard:
-                for name in shard.keys():  # noqa: SIM118 (not a dict)
-                    yield name, shard.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise InputError(
-                f"{source.flag} {source.name}: {file.name} cannot be read ({error}); fetch it again"
-            ) from None
-
-
-def _shards(source: Source, folder: Path) -> list[Path]:
-    if (folder / INDEX).is_file():
-        index = json.loads((folder / INDEX).read_text())
-        files = sorted({folder / name for name in index["weight_map"].values()})
-    else:
-        files = [folder / SINGLE]
-    for file in files:
-        if not file.is_file():
-            raise InputError(
-                f"{source.flag} {source.name}: {file.name} is not there; fetch the model again (safetensors)"
-            )
-    return files
-
-
-def _watched(files: list[Path]) -> Iterable[Path]:
-    quiet = len(files) < 2 or not sys.stderr.isatty()
-    return files if quiet else track(files, "loading", console=Console(stderr=True), transient=True)
-
-
-def _take_generation_config(model: Any, folder: Path) -> None:
+def _take_generation_config(found: Checkpoint) -> None:
     """Several end tokens stand only there."""
+    folder = found.files.folder
     if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        found.model.generation_config = GenerationConfig.from_pretrained(folder)
+
+
+def held(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters and buffers."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()

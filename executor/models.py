@@ -1,10 +1,13 @@
 """A pair loaded for live runs: the target's experts in host memory, everything else on the fast device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
+from ..traces.errors import InputError
 from ..traces.models import (
     MoeBlock,
     Pair,
@@ -16,12 +19,13 @@ from ..traces.models import (
     model_shape,
     moe_blocks,
     quiet,
-    read_weights,
     stop_tokens,
     suit_threads,
 )
-from .checkpoint import load_target
+from .checkpoint import fill_dense, open_checkpoint
+from .loading import Watch, watching
 from .store import HostStore
+from .stores import Choice, build_store, check_choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +47,50 @@ class Models:
 
 
 def load_models(
-    target: str | Path | None = None, draft: str | Path | None = None, dtype: str = "float32", device: str = "cpu"
+    target: str | Path | None = None,
+    draft: str | Path | None = None,
+    dtype: str = "float32",
+    device: str = "cpu",
+    store: Choice = Choice(),
+    tokenizer: str | Path | None = None,
+    watch: Watch | None = None,
 ) -> Models:
-    """As `load_pair`, the target by our own loader. InputError: no model, no experts, or parts that do not fit."""
+    """Load a pair by our own loader; `target`, `draft` and `dtype` as `load_pair` has them.
+
+    `tokenizer`: a folder or name to take it from instead of the target's. `watch` is told how many bytes of the
+    checkpoints have been read, and of how many; None shows progress on a terminal.
+
+    Raises InputError: no model, no experts, parts that do not fit together, or too little memory for them. All but
+    damaged weights is found out before a weight is read.
+    """
+    check_choice(store)
     with quiet():
         big, small = find_pair(target, draft)
+        if tokenizer is not None:
+            big = replace(big, tokenizer=_tokenizer(tokenizer))
         shape = model_shape(big.config, big.name, dtype_of(big.config, dtype))
-        helper = draft_shape = None
+        opened, draft_shape = None, None
         if small is not None:
             check_rollback(big, small)
             check_tokenizers(big, small)
             draft_dtype = dtype_of(small.config, dtype)
             draft_shape = measure_draft(small.config, small.name, draft_dtype)
-            helper = read_weights(small, draft_dtype, device)
-        model, store = load_target(big, shape, device, pinned=device != "cpu")
+            opened = open_checkpoint(small, getattr(torch, draft_dtype), apart=False)
+        found = open_checkpoint(big, getattr(torch, shape.dtype), apart=True)
+    with watching(watch, [found.files, *([opened.files] if opened else [])]):
+        experts = build_store(found, shape, store, device)
+        model = fill_dense(found, device)
+        helper = None if opened is None else fill_dense(opened, device)
+    if not experts.record.format.exact:
+        shape = replace(shape, expert_bytes=experts.record.size)  # what is moved
     suit_threads(shape, device)
     pair = Pair(model, helper, big.tokenizer, shape, draft_shape, stop_tokens(model))
-    return Models(pair, store, moe_blocks(model), big.place)
+    return Models(pair, experts, moe_blocks(model), big.place)
+
+
+def _tokenizer(place: str | Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(str(place))
+    except (OSError, ValueError, KeyError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"--tokenizer {place}: cannot be read ({first}); give a folder with one") from None

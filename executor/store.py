@@ -3,6 +3,7 @@
 One expert is one contiguous record, in both places alike: a copy is one transfer, and both tiers read the same bytes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -12,6 +13,7 @@ import torch
 from ..policies.interface import Key
 from ..traces.console import show_size
 from ..traces.errors import InputError
+from .device import Device, Pins, device_of
 from .formats import Format
 
 ALIGNMENT = 64  # bytes: a cache line, and what vector loads like
@@ -93,29 +95,52 @@ class Record:
 
 
 class HostStore:
-    """Every expert of the model in host memory. `pinned` makes the slab page-locked, which fast CUDA copies need."""
+    """Every expert of the model in host memory, or room for them: a slab [E, record.size] of bytes for each MoE layer.
 
-    def __init__(self, layers: int, experts: int, record: Record, pinned: bool = False) -> None:
-        self.record = record
-        self.layers, self.experts = layers, experts
-        self._slab = torch.empty((layers, experts, record.size), dtype=torch.uint8, pin_memory=pinned)
+    `losses`: for each layer the relative error that quantising made, empty if it made none. `memory`: ram, mmap (pages
+    of a file that the system may drop and read again) or pinned (page-locked, which fast CUDA copies need).
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        experts: int,
+        record: Record,
+        pinned: bool = False,
+        slabs: Sequence[torch.Tensor] | None = None,
+        losses: Sequence[float] = (),
+        memory: str | None = None,
+    ) -> None:
+        self.layers, self.experts, self.record = layers, experts, record
+        self.losses, self.memory = tuple(losses), memory or ("pinned" if pinned else "ram")
+        shape = (experts, record.size)
+        self._slabs = slabs or [torch.empty(shape, dtype=torch.uint8, pin_memory=pinned) for _ in range(layers)]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all experts."""
+        return self.layers * self.experts * self.record.size
+
+    def slab(self, layer: int) -> torch.Tensor:
+        """One layer's experts [E, record.size]."""
+        return self._slabs[layer]
 
     def flat(self, key: Key) -> torch.Tensor:
         """One expert's bytes [record.size]."""
-        return self._slab[key.layer, key.expert]
+        return self._slabs[key.layer][key.expert]
 
     def weights(self, key: Key) -> Weights:
         return self.record.weights(self.flat(key))
 
 
 class Arena:
-    """The fast device's slots for experts, numbered from 0. On "cpu" it is emulated: a part of RAM with a budget.
+    """The fast device's slots for experts, numbered from 0, in one piece of its memory.
 
-    Raises InputError if the slots need more than `budget` bytes.
+    Raises InputError if the slots need more than `budget` bytes, OutOfMemory if the device has not that much.
     """
 
     def __init__(
-        self, slots: int, record: Record, device: torch.device | str = "cpu", budget: int | None = None
+        self, slots: int, record: Record, device: Device | torch.device | str = "cpu", budget: int | None = None
     ) -> None:
         if budget is not None and slots * record.size > budget:
             raise InputError(
@@ -124,8 +149,8 @@ class Arena:
             )
         self.record = record
         self.slots = slots
-        self.device = torch.device(device)
-        self._slab = torch.empty((slots, record.size), dtype=torch.uint8, device=self.device)
+        self.device = device_of(device) if isinstance(device, torch.device | str) else device
+        self._slab = self.device.allocate(slots * record.size, "expert slots").view(slots, record.size)
 
     @property
     def size(self) -> int:
@@ -133,8 +158,8 @@ class Arena:
         return self.slots * self.record.size
 
     def load(self, slot: int, source: torch.Tensor) -> None:
-        """Copy a flat record into a slot. On CUDA it is queued on the current stream, and the source must be pinned."""
-        self._slab[slot].copy_(source, non_blocking=True)
+        """Copy a flat record into a slot, before anything runs."""
+        self._slab[slot].copy_(source)
 
     def flat(self, slot: int) -> torch.Tensor:
         """The bytes [record.size] of the expert in a slot."""
