@@ -202,12 +202,12 @@ class Engine:
             last = lands + each * len(plan.copies) - int(self.env.now)
             self.env.timeout(last).callbacks.append(self.link.wake)  # type: ignore[union-attr]
         self._work(plan.gpu, plan.load)
-        now, waited, worked = self.now, 0, 0
+        now, waited, worked, arrival = self.now, 0, 0, self.rates.arrival_ns
         for expert in plan.copies:
             lands += each
             if lands > now:
-                waited += lands - now
-                now = lands
+                waited += lands + arrival - now
+                now = lands + arrival
             work = self._gpu_ns[plan.load[expert]]
             worked += work
             now += work
@@ -227,7 +227,7 @@ class Engine:
         done = self.now + cpu_ns
         if self.driver.policy.serial_tiers:
             self._wait_until(done, "wait_cpu")
-        self._work(plan.gpu, plan.load)
+        done += self._work(plan.gpu, plan.load, beside=done)
         self._wait_until(done, "wait_cpu")
         self._spend(self.rates.costs.hybrid_ns, "hybrid")
         return True
@@ -235,7 +235,7 @@ class Engine:
     def _by_events(self, plan: Plan, cpu_ns: int) -> None:
         """Serve a layer whose copies and CPU experts go through the environment."""
         self._set_clock()
-        layer = plan.demand.layer
+        layer, done = plan.demand.layer, self.now + cpu_ns
         arrivals = [(e, self._joined(Key(layer, e))) for e in plan.joins]
         arrivals += [(e, self.link.demand(Key(layer, e))) for e in plan.copies]
         cpu = self._start_cpu(plan, cpu_ns) if plan.cpu else None
@@ -244,13 +244,13 @@ class Engine:
         for _, copy in arrivals:
             if copy is not None and copy.pageable:
                 self._wait(copy, "wait_copy")
-        self._work(plan.gpu, plan.load)
+        late = self._work(plan.gpu, plan.load, beside=done)
         for expert, copy in arrivals:
             if copy is not None:
-                self._wait(copy, "wait_copy")
-            self._spend(self._gpu_ns[plan.load[expert]], "expert")
+                self._wait(copy, "wait_copy", self.rates.arrival_ns)
+            late += self._work((expert,), plan.load, beside=done + late)
         if cpu is not None:
-            self._wait(cpu, "wait_cpu")
+            self._wait(cpu, "wait_cpu", late)
             self._spend(self.rates.costs.hybrid_ns, "hybrid")
 
     def _joined(self, key: Key) -> Copy | None:
@@ -299,18 +299,24 @@ class Engine:
             self.now += ns
             self._gpu[label] += ns
 
-    def _work(self, experts: Iterable[int], load: dict[int, int]) -> None:
+    def _work(self, experts: Iterable[int], load: dict[int, int], beside: int = 0) -> int:
+        """Compute experts, the CPU tier being busy until `beside`; ns that both tiers lose to each other by it."""
         times = self._gpu_ns
-        self._spend(sum([times[load[e]] for e in experts]), "expert")
+        ns, lost = sum([times[load[e]] for e in experts]), 0
+        if self.rates.overlap and beside > self.now:
+            lost = round(self.rates.overlap * min(ns, beside - self.now))
+        self._spend(ns + lost, "expert")
+        return lost
 
     def _wait_until(self, time: int, label: str) -> None:
         self._spend(time - self.now, label)
 
-    def _wait(self, work: Copy | _CpuWork, label: str) -> None:
-        """Let time pass until it is done; nothing is charged if it is already."""
+    def _wait(self, work: Copy | _CpuWork, label: str, late: int = 0) -> None:
+        """Let time pass until `late` ns after it is done; nothing is charged if it is already."""
         while work.at < 0:
             self.env.step()
-        self._wait_until(work.at, label)
+        if work.at > self.now or label == "wait_cpu":
+            self._wait_until(work.at + late, label)
 
     def _catch_up(self) -> None:
         """Let everything happen that is due by now: prefetches and ways back, for layers wait for what they need."""

@@ -35,6 +35,8 @@ UNITS: dict[str, dict[str, float]] = {
     "gpu.reserved": SIZE,
     "gpu.bandwidth": RATE,
     "gpu.compute": COMPUTE,
+    "gpu.dense_compute": COMPUTE,
+    "gpu.context_bandwidth": RATE,
     "gpu.launch": TIME,
     "gpu.kernels_per_layer": COUNT,
     "gpu.expert_fixed": TIME,
@@ -43,6 +45,7 @@ UNITS: dict[str, dict[str, float]] = {
     "gpu.headroom": SIZE,
     "link.bandwidth": RATE,
     "link.copy_fixed": TIME,
+    "link.arrival": TIME,
     "link.chunk": SIZE,
     "link.d2h_bandwidth": RATE,
     "link.both_ways": COUNT,
@@ -55,18 +58,23 @@ UNITS: dict[str, dict[str, float]] = {
     "cpu.first_expert": TIME,
     "cpu.expert_fixed": TIME,
     "cpu.hybrid_layer": TIME,
+    "cpu.overlap": COUNT,
     "policy.layer": TIME,
 }
 
 # What a profile may leave out: value in base units and why that value. They count as assumed.
 DEFAULTS: dict[str, tuple[float, str]] = {
     "gpu.headroom": (256 * 2**20, "kept free so that the driver does not begin to page (Crow#86: 7x slower near full)"),
+    "gpu.dense_compute": (0.0, "default: as gpu.compute"),
+    "gpu.context_bandwidth": (0.0, "default: as gpu.bandwidth"),
+    "link.arrival": (0.0, "default: whoever waits for a copy goes on when it has landed"),
     "link.chunk": (2e6, "default: an expert is copied in pieces of about this size, and demand may go between them"),
     "link.d2h_bandwidth": (0.0, "default: as fast as host to device"),
     "link.both_ways": (0.45, "nvbandwidth#53: 25 to 11 GB/s host to device while data flows back"),
     "link.pageable_bandwidth": (11.6e9, "imp#1409: 864 KiB keep the host busy for 76.2 us"),
     "link.pageable_fixed": (16.1e3, "imp#1409: 864 KiB take 92.3 us in all"),
     "host.pin_limit": (0.0, "default: 0, no limit known"),
+    "cpu.overlap": (0.0, "default: the tiers share memory and nothing else"),
 }
 
 # Bytes of a dense weight by the experts' type; where it is not told here, the dense part is stored like the experts.
@@ -187,6 +195,8 @@ class Rates:
     host (0: as the other way) and `both_ways` is the share of its speed that a copy to the device keeps meanwhile.
     The first `pinned_experts`, in order of (layer, expert), lie in pinned memory (-1: all); the others are copied at
     the pageable prices, and nothing is launched until they have landed. `costs` has the price of pinned ones, if any.
+    A wait for a copy ends `arrival_ns` after it landed. While both tiers compute, each is slower by `overlap` of the
+    time that its work takes alone: where they are threads on the same cores, or both read host memory.
     """
 
     costs: Costs
@@ -204,6 +214,8 @@ class Rates:
     pinned_experts: int = -1
     pageable_fixed_ns: int = 0
     pageable_bytes_ns: int = 0
+    arrival_ns: int = 0
+    overlap: float = 0.0
 
     def dense_ns(self, tokens: int, context: int) -> int:
         """Attention, norms, router and shared expert of one layer for `tokens` new tokens after `context` others."""
@@ -241,8 +253,8 @@ def rates_for(machine: Machine, shape: ModelShape, draft: DraftShape | None = No
         costs=costs,
         dense_fixed_ns=round(launch_ns),
         dense_memory_ns=round(layer_bytes * read_ns),
-        dense_token_ns=2 * layer_bytes / weight_bytes * 1e9 / m["gpu.compute"],
-        context_ns=shape.kv_bytes_per_token / shape.layers * read_ns,
+        dense_token_ns=2 * layer_bytes / weight_bytes * 1e9 / (m["gpu.dense_compute"] or m["gpu.compute"]),
+        context_ns=shape.kv_bytes_per_token / shape.layers * 1e9 / (m["gpu.context_bandwidth"] or m["gpu.bandwidth"]),
         step_ns=round(m["gpu.step_fixed"]),
         draft_token_ns=_draft_ns(m, draft) if draft else 0,
         policy_ns=round(m["policy.layer"]),
@@ -253,6 +265,8 @@ def rates_for(machine: Machine, shape: ModelShape, draft: DraftShape | None = No
         pinned_experts=pinned,
         pageable_fixed_ns=pageable[0],
         pageable_bytes_ns=pageable[1],
+        arrival_ns=round(m["link.arrival"]),
+        overlap=m["cpu.overlap"],
     )
 
 

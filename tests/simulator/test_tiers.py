@@ -1,0 +1,56 @@
+"""Tiers that get in each other's way, and waits that end later than the copy."""
+
+import pytest
+from hand import decode, rates, setup
+
+from moe_spac.policies.driver import Driver
+from moe_spac.policies.interface import Key, Policy, Where
+from moe_spac.simulator.engine import Engine, replay_step
+
+
+class ThirdOnCpu(Policy):
+    """Expert 2 is the CPU tier's; 0 and 1 are fetched."""
+
+    name = "third-on-cpu"
+
+    def dispatch(self, demand, view):
+        def place(expert: int) -> Where:
+            resident = view.resident(Key(demand.layer, expert))
+            return Where.CPU if expert == 2 else Where.GPU if resident else Where.FETCH
+
+        return [(e, place(e)) for e in demand.experts]
+
+
+def steps_of(steps, exact: bool, **times):
+    engine = Engine(Driver(ThirdOnCpu(), setup(1, 8, [8])), rates(**times), exact=exact)
+    for index, one in enumerate(steps):
+        replay_step(engine, index, one)
+    return [(s.wall_ns, s.gpu) for s in engine.steps]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_overlapping_work_is_slower_on_both_tiers(exact):
+    # Step 1 fetches 0 and 1. Step 2: 60 ns of residents beside 100 ns of CPU; half of 60 is lost, on both.
+    _, (wall, gpu) = steps_of(decode([0, 1], [0, 1, 2]), exact, gpu=30, cpu=100, hybrid=5, overlap=0.5)
+    assert gpu == {"expert": 90, "wait_cpu": 40, "hybrid": 5}
+    assert wall == 135
+    # A CPU that is done first: 40 ns of both at once, so 20 are lost.
+    _, (wall, gpu) = steps_of(decode([0, 1], [0, 1, 2]), exact, gpu=30, cpu=40, overlap=0.5)
+    assert (wall, gpu) == (80, {"expert": 80})
+
+
+def test_only_work_beside_the_cpu_is_slower():
+    # 0 lands at 50 and 1 at 100. CPU 60 ns: 10 ns of expert 0 beside it, half lost on both; expert 1 finds it done.
+    ((wall, gpu),) = steps_of(decode([0, 1, 2]), True, copy=50, gpu=20, cpu=60, overlap=0.5)
+    assert gpu == {"wait_copy": 50 + 25, "expert": 25 + 20}
+    assert wall == 120
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_wait_for_a_copy_ends_after_its_arrival_and_none_does_where_nobody_waits(exact):
+    # Two copies of 100 land at 100 and 200; 30 of work each; every wait ends 7 late.
+    ((wall, gpu),) = steps_of(decode([0, 1]), exact, copy=100, gpu=30, arrival_ns=7)
+    assert (wall, gpu) == (237, {"wait_copy": 107 + 70, "expert": 60})
+    # Copies of 20 behind work of 30: the second is there already when the first has been computed.
+    ((wall, _),) = steps_of(decode([0, 1]), exact, copy=20, gpu=30, arrival_ns=7)
+    assert wall == 27 + 30 + 30
