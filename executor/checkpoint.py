@@ -18,6 +18,7 @@ from ..traces.errors import InputError
 from ..traces.models import Source, moe_blocks, quiet
 from .moe import IMPLEMENTATION, register
 from .names import Plan, Recipe, plan
+from .packed import shards_of
 from .shards import Shards
 
 
@@ -54,7 +55,7 @@ def open_checkpoint(source: Source, dtype: torch.dtype, apart: bool) -> Checkpoi
         _check_family(source, model)
         order = {id(block.experts): i for i, block in enumerate(moe_blocks(model))}
         layers = {path: order[id(module)] for path, module in model.named_modules() if id(module) in order}
-    files = Shards(source)
+    files = shards_of(source)
     found = Checkpoint(source, model, files, plan(model, files.shapes), dtype, layers)
     _account(found)
     return found
