@@ -1,12 +1,15 @@
 """The real clock: copies and experts take the time they take, and the policy decides while they run.
 
-The main thread is the fast device: it computes residents first and then each copied expert as it lands, while the link
-copies and the CPU tier works. On CUDA the experts' kernels are only queued by it, so its expert times are launch times.
+The main thread is the fast device, or gives it its work: residents first and then each copied expert as it lands, while
+the link copies and the CPU tier works. All times are taken between moments of the device (`Device.stamp`). A GPU's are
+known only when it has got there, so a layer's times are read when they are: at once where the device is emulated.
 The CUDA parts have not been run: there was no GPU where this was written.
 """
 
 import os
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from time import perf_counter_ns
 
 import numpy as np
@@ -16,11 +19,31 @@ from ..policies.driver import Driver, Plan
 from ..policies.interface import Key, LayerReport, StepInfo, Where
 from ..simulator.engine import gate_forecasts
 from ..simulator.machine import Rates
+from .device import Stamp
 from .host import Routed, fill_placement
-from .lanes import CpuTier, Job, Link, Shared
+from .lanes import Copy, CpuTier, Job, Link, Shared
 from .moe import Call
 from .store import Arena, HostStore
 from .times import LayerTimes, StepTimes
+
+Between = tuple[Stamp, Stamp]
+
+
+@dataclass(slots=True, eq=False)
+class LayerMoments:
+    """One layer's moments, to be read as `LayerTimes` when the last has passed. `before` is the end of the last one."""
+
+    step: int
+    layer: int
+    before: Stamp
+    entered: Stamp
+    work: list[tuple[int, int, Stamp, Stamp]] = field(default_factory=list)  # expert, tokens, begin, end
+    wait_copy: list[Between] = field(default_factory=list)
+    wait_cpu: list[Between] = field(default_factory=list)
+    cpu_work: list[tuple[int, int]] = field(default_factory=list)
+    done: Stamp = None  # its experts are computed
+    end: Stamp = None  # and all is written down
+    times: LayerTimes | None = None
 
 
 class RealHost:
@@ -30,16 +53,22 @@ class RealHost:
         self.driver = driver
         self.times: list[StepTimes] = []
         self.arena = arena
+        self._device = arena.device
         self._asked = 0
-        self._mark = 0
+        self._step = -1
+        self._open: deque[LayerMoments] = deque()
         self._threads_before = torch.get_num_threads()
         # Half for the fast device where it is emulated, half for the CPU tier.
         threads = max(1, min(self._threads_before, (os.cpu_count() or 2) // 2))
         torch.set_num_threads(threads)
+        self._device.start()
+        store.pin(self._device)
         fill_placement(driver, store, arena)
-        self._shared = Shared()
-        self._link = Link(self._shared, driver, store, arena, rates.costs.copy_ns)
+        self._shared = Shared(self._device)
+        self._link = Link(self._shared, driver, rates, store, arena)
         self._cpu = CpuTier(self._shared, store, threads)
+        self._spent = self._meters()
+        self._mark: Stamp = self._device.stamp()
 
     def draft_length(self, planned: int) -> int:
         self._asked = perf_counter_ns()
@@ -47,54 +76,66 @@ class RealHost:
             return self.driver.draft_length(planned)
 
     def step_begins(self, step: StepInfo, context: int) -> None:
-        self._mark = perf_counter_ns()
-        drafting = self._mark - self._asked if self._asked else 0
-        self._asked = 0
+        now = perf_counter_ns()
+        drafting = now - self._asked if self._asked else 0
+        self._asked, self._step = 0, step.index
+        self._device.align()
+        self._mark = self._device.stamp()
         self.times.append(StepTimes(step.kind, len(step.tokens), drafting))
         with self._shared.lock:
             self._shared.check()
+            self._link.settle()
             self.driver.step_begins(step)
             self._link.kick()
 
     def layer(self, call: Call, route: Callable[[], Routed]) -> None:
-        entered = perf_counter_ns()
+        shared, link = self._shared, self._link
+        moments = LayerMoments(self._step, call.layer, self._mark, self._device.stamp())
         routed = route()
-        times = LayerTimes(before=entered - self._mark)
-        with self._shared.lock:
-            self._shared.check()
+        with shared.lock:
+            shared.check()
+            link.settle()
+            self._collect()
             plan = self._ask(call, routed)
-            arrivals = self._link.order(plan)
-            job = self._cpu.submit(call, plan.cpu) if plan.cpu else None
+            if plan.cpu:
+                call.host_hidden  # noqa: B018 (fetched now, while the device has nothing else to do)
+                job = self._cpu.submit(call, plan.cpu)
+            else:
+                job = None
+            arrivals = link.order(plan) if plan.copies or plan.joins else ()
         if job is not None and self.driver.policy.serial_tiers:
-            times.wait_cpu += self._shared.wait_for(job)
-        for expert in plan.gpu:
-            self._compute(call, expert, self.driver.cache.resident[Key(call.layer, expert)], times)
+            self._wait_cpu(job, moments)
+        self._residents(call, plan, moments)
         for copy in arrivals:
-            times.wait_copy += self._shared.wait_for(copy)
-            self._compute(call, copy.key.expert, copy.slot, times)
-            if copy.passing:
-                self._fence()
-                self._link.release(copy)
+            self._arrival(call, copy, moments)
         if job is not None:
-            times.wait_cpu += self._shared.wait_for(job)
+            self._wait_cpu(job, moments)
             call.bring(plan.cpu)
-            times.cpu_work = job.work
-        self._fence()
-        self._end_layer(plan, job, times, entered)
-        self.times[-1].layers.append(times)
-        self._mark = perf_counter_ns()
-        times.wall = self._mark - entered
+            moments.cpu_work = job.work
+        moments.done = self._device.stamp()
+        self._end_layer(plan, moments)
+        moments.end = self._mark = self._device.stamp()
+        self._open.append(moments)
 
     def step_ends(self, accepted: int, kept: np.ndarray, emitted: int) -> None:
         with self._shared.lock:
             self._shared.check()
+            self._link.settle()
+            self._collect(finish=True)
             self.driver.step_ends(accepted, kept)
             self._link.kick()
-        self.times[-1].tail = perf_counter_ns() - self._mark
+        end, times = self._device.stamp(), self.times[-1]
+        self._device.finish(end)
+        times.tail = self._device.elapsed(self._mark, end)
+        before, self._spent = self._spent, self._meters()
+        times.busy = {name: ns - before[name] for name, ns in self._spent.items()}
 
     def close(self) -> None:
         self._shared.close()
         torch.set_num_threads(self._threads_before)
+
+    def _meters(self) -> dict[str, int]:
+        return {**self._link.meter.spent, "cpu": self._cpu.meter.spent["busy"]}
 
     def _ask(self, call: Call, routed: Routed) -> Plan:
         if routed.ahead is not None:
@@ -102,33 +143,86 @@ class RealHost:
                 self.driver.forecast(forecast)
         return self.driver.gate(call.layer, routed.ids, routed.weights)
 
-    def _compute(self, call: Call, expert: int, slot: int, times: LayerTimes) -> None:
-        begin = perf_counter_ns()
+    def _residents(self, call: Call, plan: Plan, moments: LayerMoments) -> None:
+        resident, layer = self.driver.cache.resident, call.layer
+        begin = self._device.stamp()
+        for expert in plan.gpu:
+            begin = self._compute(call, expert, resident[Key(layer, expert)], begin, moments)
+
+    def _arrival(self, call: Call, copy: Copy, moments: LayerMoments) -> None:
+        begin = self._device.stamp()
+        self._link.arrive(copy)
+        there = self._device.stamp()
+        moments.wait_copy.append((begin, there))
+        self._compute(call, copy.key.expert, copy.slot, there, moments)
+        if copy.passing:
+            self._link.release(copy)
+
+    def _compute(self, call: Call, expert: int, slot: int, begin: Stamp, moments: LayerMoments) -> Stamp:
+        """One expert on the device; the moment when it is done, after which its slot may be overwritten."""
         call.compute(expert, self.arena, slot)
-        times.work.append((len(call.places[expert]), perf_counter_ns() - begin))
+        end = self._device.stamp()
+        self._link.last_use[slot] = end
+        moments.work.append((expert, len(call.places[expert]), begin, end))
+        return end
 
-    def _fence(self) -> None:
-        """Slots may be overwritten only when what the compute stream has been given so far is over."""
-        if self.arena.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-            self._link.fence = event
+    def _wait_cpu(self, job: Job, moments: LayerMoments) -> None:
+        begin = self._device.stamp()
+        self._shared.wait_for(job.is_done)
+        moments.wait_cpu.append((begin, self._device.stamp()))
 
-    def _end_layer(self, plan: Plan, job: Job | None, times: LayerTimes, entered: int) -> None:
-        layer = plan.demand.layer
+    def _end_layer(self, plan: Plan, moments: LayerMoments) -> None:
+        driver, report = self.driver, None
         with self._shared.lock:
-            for expert, (tokens, ns) in zip((*plan.gpu, *plan.joins, *plan.copies), times.work, strict=True):
-                self.driver.worked(Key(layer, expert), Where.GPU, tokens, ns)
-            for expert, (tokens, ns) in zip(plan.cpu, times.cpu_work, strict=True):
-                self.driver.worked(Key(layer, expert), Where.CPU, tokens, ns)
-            self.driver.layer_ends(
-                LayerReport(
-                    layer=layer,
-                    wall_ns=perf_counter_ns() - entered,
-                    gpu_ns=times.expert,
-                    cpu_ns=sum(ns for _, ns in times.cpu_work),
-                    wait_copy_ns=times.wait_copy,
-                    wait_cpu_ns=times.wait_cpu,
-                )
-            )
+            if driver.hears_layers:  # only then is a GPU waited for
+                self._device.finish(moments.done)
+            if self._device.passed(moments.done):
+                self._read(moments)
+            if driver.hears_work:
+                for expert, (tokens, ns) in zip(plan.cpu, moments.cpu_work, strict=True):
+                    driver.worked(Key(moments.layer, expert), Where.CPU, tokens, ns)
+            if driver.hears_layers:
+                report = _report(moments)
+            driver.layer_ends(report)
             self._link.kick()
+
+    def _collect(self, finish: bool = False) -> None:
+        """Take in the times of layers that are over; `finish` waits until all are. Lock held."""
+        device = self._device
+        if finish and self._open:
+            device.finish(self._open[-1].end)
+        while self._open and device.passed(self._open[0].end):
+            moments = self._open.popleft()
+            times = moments.times or self._read(moments)
+            times.wall = device.elapsed(moments.entered, moments.end)
+            self.times[-1].layers.append(times)
+
+    def _read(self, moments: LayerMoments) -> LayerTimes:
+        """The times of a layer whose work is done; the driver is told of its experts. Lock held."""
+        elapsed = self._device.elapsed
+        work = [(tokens, elapsed(begin, end)) for _, tokens, begin, end in moments.work]
+        if self.driver.hears_work:
+            for (expert, *_), (tokens, ns) in zip(moments.work, work, strict=True):
+                self.driver.worked(Key(moments.layer, expert), Where.GPU, tokens, ns)
+        moments.times = LayerTimes(
+            before=elapsed(moments.before, moments.entered),
+            wall=elapsed(moments.entered, moments.done),
+            wait_copy=sum([elapsed(begin, end) for begin, end in moments.wait_copy]),
+            wait_cpu=sum([elapsed(begin, end) for begin, end in moments.wait_cpu]),
+            work=work,
+            cpu_work=moments.cpu_work,
+        )
+        return moments.times
+
+
+def _report(moments: LayerMoments) -> LayerReport:
+    times = moments.times
+    assert times is not None
+    return LayerReport(
+        layer=moments.layer,
+        wall_ns=times.wall,
+        gpu_ns=times.expert,
+        cpu_ns=sum(ns for _, ns in times.cpu_work),
+        wait_copy_ns=times.wait_copy,
+        wait_cpu_ns=times.wait_cpu,
+    )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..policies.interface import Key
-from ..traces.console import show_size
+from ..traces.console import show_size, warn
 from ..traces.errors import InputError
 from .device import Device, Pins, device_of
 from .formats import Format
@@ -98,7 +98,8 @@ class HostStore:
     """Every expert of the model in host memory, or room for them: a slab [E, record.size] of bytes for each MoE layer.
 
     `losses`: for each layer the relative error that quantising made, empty if it made none. `memory`: ram, mmap (pages
-    of a file that the system may drop and read again) or pinned (page-locked, which fast CUDA copies need).
+    of a file that the system may drop and read again) or pinned (page-locked, which fast CUDA copies need; as far as
+    the system lets us, see `pin`).
     """
 
     def __init__(
@@ -114,7 +115,8 @@ class HostStore:
         self.layers, self.experts, self.record = layers, experts, record
         self.losses, self.memory = tuple(losses), memory or ("pinned" if pinned else "ram")
         shape = (experts, record.size)
-        self._slabs = slabs or [torch.empty(shape, dtype=torch.uint8, pin_memory=pinned) for _ in range(layers)]
+        self._slabs = slabs or [torch.empty(shape, dtype=torch.uint8) for _ in range(layers)]
+        self.pins = Pins()
 
     @property
     def size(self) -> int:
@@ -124,6 +126,20 @@ class HostStore:
     def slab(self, layer: int) -> torch.Tensor:
         """One layer's experts [E, record.size]."""
         return self._slabs[layer]
+
+    def pin(self, device: Device, limit: int | None = None) -> None:
+        """Page-lock experts in order of (layer, expert), until `limit` bytes or the system refuses; once, if at all."""
+        if self.memory != "pinned" or self.pins.size or self.pins.refused:
+            return
+        for slab in self._slabs:
+            if not device.pin(slab.view(-1), self.pins, limit):
+                break
+        if self.pins.refused:
+            slow = 1 - self.pins.size / self.size
+            warn(
+                f"the system lets {show_size(self.pins.size)} of host memory be page-locked; the last {slow:.0%} of "
+                "the experts, by layer, are copied through a buffer, which is slower"
+            )
 
     def flat(self, key: Key) -> torch.Tensor:
         """One expert's bytes [record.size]."""
@@ -136,7 +152,7 @@ class HostStore:
 class Arena:
     """The fast device's slots for experts, numbered from 0, in one piece of its memory.
 
-    Raises InputError if the slots need more than `budget` bytes, OutOfMemory if the device has not that much.
+    Raises InputError if the slots need more than `budget` bytes, PoolError if the device has not that much.
     """
 
     def __init__(

@@ -183,7 +183,7 @@ def _open(folder: Path, record: Record, layers: int, experts: int, memory: str) 
             raise InputError(f"--store-cache: {file} is damaged; delete the folder {folder}")
         mapped = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8).view(experts, record.size)
         if memory != "mmap":
-            slab = torch.empty(mapped.shape, dtype=torch.uint8, pin_memory=memory == "pinned")
+            slab = torch.empty(mapped.shape, dtype=torch.uint8)
             mapped = slab.copy_(mapped)
         slabs.append(mapped)
         losses.append(json.loads(file.with_suffix(".json").read_text())["relative_error"])

@@ -1,4 +1,4 @@
-"""Where the wall time of a live step went, measured on the main thread."""
+"""Where the time of a live step went, in the fast device's own order of work (on CUDA by events, else by the clock)."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from ..traces.schema import Kind
 class LayerTimes:
     """One expert layer, in ns: `before` since the last layer's end (attention, norms, router), then its parts.
 
-    `work` has (tokens, ns) of each expert computed on this thread, `cpu_work` on the CPU tier. What is left of
+    `work` has (tokens, ns) of each expert computed on the fast device, `cpu_work` on the CPU tier. What is left of
     `wall` is deciding and bookkeeping.
     """
 
@@ -31,13 +31,18 @@ class LayerTimes:
 
 @dataclass(slots=True)
 class StepTimes:
-    """One forward pass. `draft` is the drafting before it, `tail` the time from the last layer's end to the step's."""
+    """One forward pass. `draft` is the drafting before it, `tail` the time from the last layer's end to the step's.
+
+    `busy`: ns that the link spent on demand and on prefetches and the CPU tier on experts, from the end of the step
+    before to this one's.
+    """
 
     kind: Kind
     tokens: int
     draft: int
     layers: list[LayerTimes] = field(default_factory=list)
     tail: int = 0
+    busy: dict[str, int] = field(default_factory=dict)
 
     @property
     def wall_ns(self) -> int:
@@ -54,3 +59,21 @@ class StepTimes:
         step = self.tail + (self.layers[0].before - sum(others) // len(others) if others else 0)
         dense = self.wall_ns - self.draft - step - sum(total.values())
         return {"draft": self.draft, "step": step, "dense": dense, **total}
+
+    def exposed(self) -> dict[str, int]:
+        """ns that the link and the CPU tier were busy, and how much of it the fast device stood waiting for them."""
+        wait_copy, wait_cpu = (sum(getattr(x, name) for x in self.layers) for name in ("wait_copy", "wait_cpu"))
+        copies = self.busy.get("demand", 0) + self.busy.get("prefetch", 0)
+        return {"link": copies, "link_exposed": wait_copy, "cpu": self.busy.get("cpu", 0), "cpu_exposed": wait_cpu}
+
+
+def exposed(steps: list[StepTimes]) -> dict[str, float | None]:
+    """How much of the lanes' work was hidden behind the fast device's: 1 is all of it, None if there was none."""
+    total = {"link": 0, "link_exposed": 0, "cpu": 0, "cpu_exposed": 0}
+    for step in steps:
+        for name, ns in step.exposed().items():
+            total[name] += ns
+    return {
+        f"{lane}_hidden": max(0.0, 1 - total[f"{lane}_exposed"] / total[lane]) if total[lane] else None
+        for lane in ("link", "cpu")
+    }

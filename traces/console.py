@@ -24,7 +24,7 @@ def run_app(app: typer.Typer) -> None:
     except InputError as error:
         line = " ".join(str(error).splitlines())
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {escape(line)}")
-        code = 2
+        code = error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     except Exception as error:
