@@ -23,6 +23,7 @@ from .device import Stamp
 from .host import Routed, fill_placement
 from .lanes import Copy, CpuTier, Job, Link, Shared
 from .moe import Call
+from .spans import Recorder
 from .store import Arena, HostStore
 from .times import LayerTimes, StepTimes
 
@@ -44,12 +45,15 @@ class LayerMoments:
     done: Stamp = None  # its experts are computed
     end: Stamp = None  # and all is written down
     times: LayerTimes | None = None
+    decided: tuple[int, int] = (0, 0)  # on the host's clock
+    hits: int = 0
+    needed: int = 0
 
 
 class RealHost:
-    """Runs a model on the wall clock. `times` grows by one entry a step."""
+    """Runs a model on the wall clock. `times` grows by one entry a step, `recorder` keeps spans if it is asked to."""
 
-    def __init__(self, driver: Driver, rates: Rates, store: HostStore, arena: Arena) -> None:
+    def __init__(self, driver: Driver, rates: Rates, store: HostStore, arena: Arena, record: bool = False) -> None:
         self.driver = driver
         self.times: list[StepTimes] = []
         self.arena = arena
@@ -67,6 +71,7 @@ class RealHost:
         self._shared = Shared(self._device)
         self._link = Link(self._shared, driver, rates, store, arena)
         self._cpu = CpuTier(self._shared, store, threads)
+        self.recorder = Recorder(self._link.meter, self._cpu.meter) if record else None
         self._spent = self._meters()
         self._mark: Stamp = self._device.stamp()
 
@@ -78,6 +83,8 @@ class RealHost:
     def step_begins(self, step: StepInfo, context: int) -> None:
         now = perf_counter_ns()
         drafting = now - self._asked if self._asked else 0
+        if self.recorder is not None:
+            self.recorder.step_begins(step, self._asked, now)
         self._asked, self._step = 0, step.index
         self._device.align()
         self._mark = self._device.stamp()
@@ -92,6 +99,7 @@ class RealHost:
         shared, link = self._shared, self._link
         moments = LayerMoments(self._step, call.layer, self._mark, self._device.stamp())
         routed = route()
+        begin = perf_counter_ns()
         with shared.lock:
             shared.check()
             link.settle()
@@ -103,6 +111,8 @@ class RealHost:
             else:
                 job = None
             arrivals = link.order(plan) if plan.copies or plan.joins else ()
+        moments.decided = begin, perf_counter_ns()
+        moments.hits, moments.needed = len(plan.demand.held), len(plan.load)
         if job is not None and self.driver.policy.serial_tiers:
             self._wait_cpu(job, moments)
         self._residents(call, plan, moments)
@@ -129,6 +139,8 @@ class RealHost:
         times.tail = self._device.elapsed(self._mark, end)
         before, self._spent = self._spent, self._meters()
         times.busy = {name: ns - before[name] for name, ns in self._spent.items()}
+        if self.recorder is not None:
+            self.recorder.step_ends(accepted, emitted, self._device.clock(end))
 
     def close(self) -> None:
         self._shared.close()
@@ -195,6 +207,8 @@ class RealHost:
             moments = self._open.popleft()
             times = moments.times or self._read(moments)
             times.wall = device.elapsed(moments.entered, moments.end)
+            if self.recorder is not None:
+                self.recorder.layer(moments, device.clock)
             self.times[-1].layers.append(times)
 
     def _read(self, moments: LayerMoments) -> LayerTimes:
