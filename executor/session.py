@@ -73,7 +73,7 @@ class Session:
         write: Callable[[Step], None] | None = None,
         decisions: list[tuple[Any, ...]] | None = None,
     ) -> None:
-        self.models, self.settings = models, settings
+        self.models, self.settings, self.policy = models, settings, policy
         self.sequence = self.turn = 0
         self._write, self._decisions = write, decisions
         self._routers: dict[int, Routers] = {}
@@ -113,7 +113,6 @@ class Session:
         """Decide by `policy` from now on: a new driver and new lanes on the same store and slots, which start as the
         policy places them. Keys and values stay."""
         self._drop()
-        self.policy = policy
         lookahead = LOOKAHEAD if "next-gate" in policy.channels else 0
         if lookahead not in self._routers:
             self._routers[lookahead] = routers_of(self.models, lookahead)
@@ -126,6 +125,7 @@ class Session:
             experts = self.models.pair.shape.experts
             self._lanes.enter_context(asking(self.models.blocks, self._live.asked, experts, values=False))
         attach(self.models.experts, self._live)
+        self.policy = policy
 
     def begin(self, options: Options) -> None:
         """Start a new text, with nothing of the last one."""
@@ -146,7 +146,8 @@ class Session:
         assert speculation is not None, "begin first"
         live.sequence, live.turn = self.sequence, self.turn
         live.on_tokens, live.should_stop = on_tokens, stop
-        driver, begin, reused = live.host.driver, perf_counter(), speculation.target.length
+        speculation.observer = live  # another one since `use`
+        driver, begin, reused, first = live.host.driver, perf_counter(), speculation.target.length, len(live.host.times)
         before = replace(driver.prefill), replace(driver.decode)
         prompt = len(speculation.text) + len(ids)
         try:
@@ -166,7 +167,7 @@ class Session:
             generation=generation,
             prefill=_since(driver.prefill, before[0]),
             decode=_since(driver.decode, before[1]),
-            times=self._take_times(),
+            times=self._take_times(first),
             seconds=perf_counter() - begin,
         )
 
@@ -177,14 +178,13 @@ class Session:
         on_tokens: Callable[[Sequence[int]], None] | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> Answer:
-        """Answer a whole text `ids`. What it has in common with the last one is not computed again."""
-        last = self._speculation
-        self._ready()
-        self.begin(options or self.settings.options)
+        """Answer a whole text `ids`. What it has in common with the last one is not read again."""
+        own, live, last = options or self.settings.options, self._ready(), self._speculation
+        if last is None or not last.target.can_crop:  # a recurrent state cannot be cut back
+            self.begin(own)
         assert self._speculation is not None
-        if last is not None:
-            take_over(self._speculation, last, ids)
-        return self.extend(ids[len(self._speculation.text) :], on_tokens, stop)
+        self._speculation.continue_from(ids, own, live)
+        return self.extend((), on_tokens, stop)
 
     def forget(self) -> None:
         """Drop the keys and values of the last text; experts stay where they are."""
@@ -211,38 +211,13 @@ class Session:
         self._drop()
         self.forget()
 
-    def _take_times(self) -> Times:
-        """The steps since the last call; the real clock's list is emptied, or a server's would grow without end."""
+    def _take_times(self, first: int) -> Times:
+        """The steps from `first` on. The real clock's list is emptied, or a server's would grow without end."""
         times = self.host.times
-        if not isinstance(times, list):
-            return times
-        taken = list(times)
-        times.clear()
+        taken = times[first:]
+        if isinstance(times, list):
+            times.clear()
         return taken
-
-
-def take_over(new: Speculation, last: Speculation, ids: Sequence[int]) -> None:
-    """Give `new` the keys and values of the longest beginning that `ids` and the text of `last` have in common.
-
-    At least one token of `ids` is left to read. Caches that cannot be cut back so far are not taken.
-    """
-    common = next((i for i, (a, b) in enumerate(zip(ids, last.text, strict=False)) if a != b), None)
-    keep = min(len(ids), len(last.text)) if common is None else common
-    keep = min(keep, len(ids) - 1)
-    if keep < 1 or not _cut(last.target, keep):
-        return
-    new.target, new.text = last.target, list(ids[:keep])
-    if new.draft is not None and last.draft is not None and _cut(last.draft, keep):
-        new.draft = last.draft
-
-
-def _cut(cached: Any, keep: int) -> bool:
-    """Leave at most `keep` tokens in a cache; False where it cannot be done."""
-    surplus = max(0, cached.length - keep)
-    if not cached.can_crop or (surplus and any(cached.cache.is_sliding)):
-        return False
-    cached.crop(surplus)
-    return True
 
 
 def _since(now: Counters, then: Counters) -> Counters:
@@ -273,13 +248,13 @@ def run(models: Models, policy: Policy, prompts: Sequence[Prompt], settings: Set
             for session.turn, ids in enumerate(sequence):
                 answer = session.extend(ids)
                 result.generations.append(answer.generation)
-                times += answer.times if settings.clock == "real" else ()
+                times += answer.times
             result.texts.append(session.text)
             if writer is not None:
                 writer.flush()
         host = session.host
         result.prefill, result.decode = host.driver.prefill, host.driver.decode
-        result.times, result.arena_bytes = times if settings.clock == "real" else host.times, host.arena.size
+        result.times, result.arena_bytes = times, host.arena.size
     return result
 
 
