@@ -15,21 +15,27 @@ def calibrate(
     draft: Draft = None,
     link_bandwidth: Bandwidth = "100MB/s",
     link_latency: Latency = "20us",
+    rounds: Annotated[int, typer.Option(min=1, help="Of all measurements; medians over them, and their spread.")] = 3,
     dtype: Dtype = "float32",
     device: Device = None,
     json: AsJson = False,
 ) -> None:
-    """Measure this machine for a pair of models and write a machine profile for spac-sim and spac-exec."""
+    """Measure this machine for a pair of models and write a machine profile for spac-sim and spac-exec.
+
+    Expert times by tokens on each tier alone and on both at once, a layer's other work by tokens and context, drafting,
+    what a layer on two tiers costs, waking up after a copy, and on CUDA copies by size. Cold caches apart from warm.
+    """
     from ..simulator.machine import show_machine
     from .calibrate import calibrate as measure
     from .models import load_models
+    from .probe import PairSubject
     from .report import calibrated
 
     link = link_of(link_bandwidth, link_latency)
     if not out.parent.is_dir():
         raise InputError(f"-o {out}: no such folder {out.parent}; make it first")
     models = load_models(target, draft, dtype, device or default_device())
-    profile = measure(models, link, out.stem)
+    profile = measure(PairSubject(models), link, out.stem, rounds)
     try:
         out.write_text(show_machine(profile))
     except OSError as error:

@@ -24,6 +24,23 @@ Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (as
 Device = Annotated[str | None, typer.Option(help="cpu (the GPU is emulated) or cuda. Default: cuda if there is one.")]
 Bandwidth = Annotated[str, typer.Option(metavar="RATE", help="Of the emulated link, e.g. 100MB/s.")]
 Latency = Annotated[str, typer.Option(metavar="TIME", help="Of the emulated link, for each copy, e.g. 20us.")]
+PolicyName = Annotated[str, typer.Option(help="A policy file, name, name:key=value,… or file.py:Class.")]
+MachineName = Annotated[
+    str | None, typer.Option("--machine", help="A preset or a profile's file. Default: measure this machine now.")
+]
+Slots = Annotated[int | None, typer.Option(min=0, help="Expert slots per layer.")]
+CacheFraction = Annotated[float | None, typer.Option(min=0, max=1, help="Slots as a share of all experts.")]
+Vram = Annotated[str | None, typer.Option(metavar="SIZE", help="Slots that fit in this, e.g. 12GiB.")]
+DraftLength = Annotated[
+    int | None, typer.Option(min=0, help=f"Tokens to draft a step. Default {DEFAULT_DRAFT_LENGTH}.")
+]
+AllowLossy = Annotated[bool, typer.Option("--allow-lossy", help="Also run a policy that changes the model's output.")]
+StoreFormat = Annotated[
+    str, typer.Option("--store", help="Experts in host memory: exact, q8_0, q4_0 … Default: auto, as they are read.")
+]
+StoreMemory = Annotated[str, typer.Option(help="Where that is: ram, pinned, mmap or auto.")]
+StoreFolder = Annotated[Path | None, typer.Option(metavar="DIR", help="Of stores that are kept. Default: the cache.")]
+Tokenizer = Annotated[str | None, typer.Option(help="A folder or name to take it from. Default: the target's.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -77,12 +94,13 @@ def machine_of(name: str | None, clock: str, models: "Models") -> "Machine":
     """The profile that was named; else, on the real clock, a new measurement."""
     from ..simulator.machine import load_machine
     from .calibrate import calibrate as measure
+    from .probe import PairSubject
 
     if name is not None or clock == "virtual":
         return load_machine(name or DEFAULT_MACHINE)
     if sys.stderr.isatty():
         sys.stderr.write("measuring this machine (spac-exec calibrate -o FILE keeps the result for --machine)\n")
-    return measure(models)
+    return measure(PairSubject(models))
 
 
 def slots_of(
@@ -96,9 +114,26 @@ def slots_of(
     new_tokens: int,
     prompts: "list[Prompt]",
 ) -> int:
+    """`slots_for` with the context that the longest of `prompts` needs."""
+    from ..traces.prompts import encode
+
+    tokenizer = models.pair.tokenizer
+    context = max(sum(map(len, encode(tokenizer, p))) + len(p.turns) * new_tokens for p in prompts)
+    return slots_for(slots, fraction, vram, chosen, models, machine, policy, context)
+
+
+def slots_for(
+    slots: int | None,
+    fraction: float | None,
+    vram: int | None,
+    chosen: dict[str, Any],
+    models: "Models",
+    machine: "Machine",
+    policy: "Policy",
+    context: int,
+) -> int:
     """Slots over all layers: what a flag says, else what the policy file says, else a quarter of the experts."""
     from ..simulator.capacity import check_size, fit_in
-    from ..traces.prompts import encode
 
     shape = models.pair.shape
     layers = len(shape.moe_layers)
@@ -111,7 +146,6 @@ def slots_of(
     elif fraction is not None:
         total = max(round(fraction * layers * shape.experts), fraction > 0)
     elif vram is not None:
-        context = max(sum(map(len, encode(models.pair.tokenizer, p))) + len(p.turns) * new_tokens for p in prompts)
         total = fit_in(vram, machine, shape, models.pair.draft_shape, context, policy.scope == "global").slots
     elif isinstance(chosen.get("slots_per_layer"), int | float):
         given, total = ["the policy file's slots_per_layer"], round(chosen["slots_per_layer"] * layers)

@@ -1,9 +1,13 @@
 """A calibrated profile gives back what was measured, and the prediction adds up."""
 
+import numpy as np
 import pytest
 
-from moe_spac.executor.calibrate import EmulatedLink, _blank, _fit_cpu, _fit_gpu, calibrate, typical
+from moe_spac.executor.calibrate import EmulatedLink, _blank, calibrate, profile
+from moe_spac.executor.copies import fit_copies
+from moe_spac.executor.fits import Figures, arrival, contention, figures, line, plane, typical
 from moe_spac.executor.predict import predict
+from moe_spac.executor.probe import PairSubject, Probe, Seen
 from moe_spac.executor.session import Settings, run
 from moe_spac.executor.times import LayerTimes, StepTimes
 from moe_spac.policies.load import load_policy
@@ -11,43 +15,71 @@ from moe_spac.simulator.machine import Machine, parse_machine, rates_for, show_m
 from moe_spac.traces.schema import Kind
 from moe_spac.traces.speculate import Options
 
+FIGURES = Figures(10_000, 500, 2, 1_000, 50, 2_000, 300, 900, 4_000, 400, 700, 0.25, 60, 80_000)
 
-def synthetic(kind: Kind, rows: int, dense: int, work=(), cpu_work=()) -> StepTimes:
-    """Two layers: `dense` ns before each, the embedding 300 ns more, a tail of 700 ns, 50 ns of policy."""
+
+def seen(kind: Kind, rows: int, context: int, work=(), cpu_work=(), lost=0, wait_copy=0, draft=0) -> Seen:
+    """Two layers as `FIGURES` says, the embedding 300 ns more, a tail of 700 ns, 50 ns of policy."""
+    dense = 10_000 + 500 * rows + 2 * (context + rows)
     layers = []
     for first in (True, False):
-        layer = LayerTimes(dense + 300 * first, work=list(work), cpu_work=list(cpu_work))
-        layer.wall = layer.expert + 50
-        layers.append(layer)
-    return StepTimes(kind, rows, draft=0, layers=layers, tail=700)
+        x = LayerTimes(dense + 300 * first, work=list(work), cpu_work=list(cpu_work), wait_copy=wait_copy)
+        cpu = sum(ns for _, ns in cpu_work)
+        x.wait_cpu = max(0, max(x.expert, cpu) + lost - x.expert) if cpu_work else 0
+        x.wall = x.expert + x.wait_cpu + wait_copy + 50
+        layers.append(x)
+    return Seen(context, StepTimes(kind, rows, draft=draft, layers=layers, tail=700))
 
 
-def test_fitted_times_are_the_measured_ones(load_live):
-    models = load_live("none")
-    entries = _blank(models, EmulatedLink(1e8, 20e3))
-    # By hand: a layer is 10,000 ns + 500 a row; an expert 2,000 ns + 300 a row; top-2.
-    one = [synthetic(Kind.DECODE, 1, 10_500, [(1, 2_300)] * 2)] * 4
-    many = [synthetic(Kind.VERIFY, 5, 12_500, [(1, 2_300), (2, 2_600), (3, 2_900), (4, 3_200)])] * 4
-    _fit_gpu(models, entries, one, many)
-    rates = rates_for(Machine("", "", entries), models.pair.shape)
-    layer = [
-        rates.dense_ns(n, 0) + sum(rates.costs.gpu_ns(k) for k in loads)
-        for n, loads in ((1, (1, 1)), (5, (1, 2, 3, 4)))
+def one_round() -> Figures:
+    alone = [seen(Kind.DECODE, 1, c, [(1, 2_300)] * 2) for c in (50, 60, 70, 80)]
+    drafting = [
+        seen(Kind.VERIFY, 5, c, [(1, 2_300), (2, 2_600), (3, 2_900), (4, 3_200)], draft=4 * 80_000)
+        for c in (20, 90, 99)
     ]
-    assert layer == pytest.approx([10_500 + 4_600, 12_500 + 11_000], rel=0.03)
-    assert rates.step_ns == 1_000
-    assert rates.policy_ns == 50
-    assert rates.costs.copy_fixed_ns == 20_000
-    assert rates.costs.copy_bytes_ns == models.pair.shape.expert_bytes * 10
+    on_cpu = [seen(Kind.DECODE, 2, 0, cpu_work=[(1, 5_300), (1, 4_400), (2, 4_800)], lost=700)] * 4
+    # Both tiers: 4,600 ns beside 900 + 4,400; then 9,600 beside 900 + 4,800.
+    both = [
+        seen(Kind.DECODE, 1, 0, [(1, 2_300)] * 2, [(1, 5_300)], lost=700 + 4_600 // 4),
+        seen(Kind.DECODE, 1, 0, [(1, 2_300)] * 2 + [(9, 4_700)], [(2, 5_700)], lost=700 + 5_700 // 4),
+    ]
+    # Three copies of 20,000, work of 2,300 behind the first two: waits of 60,000 - 4,600, and once 60.
+    copying = [seen(Kind.DECODE, 1, 0, [(1, 2_300)] * 3, wait_copy=55_460)]
+    return figures(alone, on_cpu, both, copying, drafting, copy_ns=20_000)
 
 
-def test_cpu_times_are_the_measured_ones(load_live):
-    models = load_live("none")
-    machine = Machine("", "", _blank(models, EmulatedLink()))
-    steps = [synthetic(Kind.DECODE, 2, 0, cpu_work=[(1, 5_400), (1, 4_400), (2, 4_800)])] * 4
-    _fit_cpu(models, machine, steps)
-    costs = rates_for(machine, models.pair.shape).costs
-    assert [costs.cpu_ns(1), costs.cpu_ns(2), costs.cpu_first_ns] == pytest.approx([4_400, 4_800, 1_000], abs=2)
+def test_figures_are_those_of_the_steps():
+    found = one_round()
+    for name in Figures.__slots__:
+        assert getattr(found, name) == pytest.approx(getattr(FIGURES, name), rel=0.02), name
+
+
+def test_a_profile_gives_the_figures_back(load_live):
+    subject = PairSubject(load_live("own"))
+    start = Machine("here", "", _blank(subject, EmulatedLink(1e8, 20e3)))
+    made = profile(start, subject, [FIGURES, FIGURES])
+    made = parse_machine(show_machine(made), "here.toml")
+    shape = subject.shape
+    rates = rates_for(made, shape, subject.draft_shape)
+    costs = rates.costs
+    assert rates.dense_ns(5, 100) == pytest.approx(10_000 + 2_500 + 210, abs=2)
+    assert [costs.gpu_ns(n) for n in (1, 4)] == pytest.approx([2_300, 3_200], abs=2)
+    assert [costs.cpu_ns(n) for n in (1, 4)] == pytest.approx([4_400, 5_600], abs=2)
+    assert (costs.cpu_first_ns, costs.hybrid_ns, rates.overlap, rates.arrival_ns) == (900, 700, 0.25, 60)
+    assert (rates.step_ns, rates.policy_ns, rates.draft_token_ns) == (1_000, 50, 80_000)
+    assert (costs.copy_fixed_ns, costs.copy_bytes_ns) == (20_000, shape.expert_bytes * 10)
+    assert "2 rounds" in made.quantities["gpu.launch"].source
+
+
+def test_the_median_round_counts_and_the_spread_is_told(load_live):
+    from dataclasses import replace
+
+    subject = PairSubject(load_live("own"))
+    start = Machine("here", "", _blank(subject, EmulatedLink()))
+    rounds = [replace(FIGURES, hybrid=ns) for ns in (700, 30_000, 900)]
+    entry = profile(start, subject, rounds).quantities["cpu.hybrid_layer"]
+    assert entry.value == 900
+    assert "0.7 to 30 us" in entry.source
 
 
 def test_one_freak_in_a_hundred_does_not_count_and_all_else_does():
@@ -56,9 +88,31 @@ def test_one_freak_in_a_hundred_does_not_count_and_all_else_does():
     assert typical([]) == 0
 
 
+def test_growth_that_cannot_be_told_is_called_fixed():
+    assert line([(1, 100), (2, 90)]) == pytest.approx((110, 0), abs=20)
+    assert line([(3, 70)]) == (70, 0)
+    assert plane([(1, 10, 100), (5, 10, 140), (5, 20, 90)])[2] == 0  # not faster with more context
+
+
+def test_contention_without_a_layer_on_both_tiers_is_none():
+    def price(tokens: int) -> float:
+        return 0.0
+
+    assert contention([], [], price, price, 0.0) == (0.0, 0.0)
+    assert arrival([], 1) == 0.0
+
+
+def test_copies_are_fitted_by_relative_error():
+    rng = np.random.default_rng(0)
+    points = [(size, round((12_000 + size / 20) * rng.normal(1, 0.01))) for size in 4 ** np.arange(8, 14)]
+    fixed, rate = fit_copies(points)
+    assert fixed == pytest.approx(12_000, rel=0.05)
+    assert rate == pytest.approx(20e9, rel=0.03)
+
+
 @pytest.fixture(scope="module")
 def measured(load_live) -> Machine:
-    return calibrate(load_live("own"), EmulatedLink(bandwidth=50e6, latency_ns=10e3), name="here")
+    return calibrate(PairSubject(load_live("own")), EmulatedLink(bandwidth=50e6, latency_ns=10e3), "here", rounds=1)
 
 
 def test_a_measured_profile_can_be_written_and_read(measured, load_live):
@@ -73,6 +127,16 @@ def test_a_measured_profile_can_be_written_and_read(measured, load_live):
     costs = rates_for(measured, load_live("own").pair.shape).costs
     assert costs.gpu_ns(1) > 0
     assert costs.cpu_ns(1) > 0
+
+
+def test_a_probe_sends_experts_where_its_pattern_says(load_live):
+    subject = PairSubject(load_live("own"))
+    start = Machine("here", "", _blank(subject, EmulatedLink(1e9, 0)))
+    steps = subject.observe(Probe("ggc"), start, brief=True)
+    for one in (s.times for s in steps if s.times.tokens == 1):  # top-2: g, g in layer 0; g, c in layer 1
+        assert [(len(x.work), len(x.cpu_work)) for x in one.layers[:2]] == [(2, 0), (1, 1)]
+    streamed = subject.observe(Probe("s"), start, brief=True)
+    assert all(s.times.busy["demand"] > 0 for s in streamed)
 
 
 def test_prediction_and_measurement_are_split_to_the_last_microsecond(measured, load_live, live_prompts, tmp_path):

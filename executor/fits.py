@@ -1,0 +1,175 @@
+"""From observed steps to a machine's times: what a layer, an expert, a wait and a drafted token take here, in ns."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from statistics import median
+
+import numpy as np
+
+from ..traces.schema import Kind
+from .probe import Seen
+from .times import LayerTimes
+
+Points = Sequence[tuple[float, float]]
+Price = Callable[[int], float]  # ns of an expert with so many tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """ns, but for `overlap`. dense: of a layer without its experts, by tokens and by tokens of context. Experts: fixed
+    and a token, on either tier alone. overlap: share of the time in which both tiers compute that each loses."""
+
+    dense_fixed: float
+    dense_token: float
+    dense_context: float
+    step: float
+    policy: float
+    gpu_fixed: float
+    gpu_token: float
+    cpu_first: float
+    cpu_fixed: float
+    cpu_token: float
+    hybrid: float
+    overlap: float
+    arrival: float
+    draft: float
+
+
+def typical(values: Iterable[float]) -> float:
+    """Mean without the outer hundredth on either side: speed is a matter of means, so only a freak does not count."""
+    ordered = np.sort(np.fromiter(values, float))
+    cut = len(ordered) // 100
+    return float(ordered[cut : len(ordered) - cut].mean()) if len(ordered) else 0.0
+
+
+def medians(rounds: Sequence[Figures]) -> tuple[Figures, dict[str, tuple[float, float]]]:
+    """The median of every figure over the rounds, and the least and most of it."""
+    names = [f.name for f in fields(Figures)]
+    columns = {name: [getattr(one, name) for one in rounds] for name in names}
+    return Figures(**{n: median(c) for n, c in columns.items()}), {n: (min(c), max(c)) for n, c in columns.items()}
+
+
+def figures(
+    alone: Sequence[Seen],
+    on_cpu: Sequence[Seen],
+    both: Sequence[Seen],
+    copying: Sequence[Seen],
+    drafting: Sequence[Seen],
+    copy_ns: int,
+) -> Figures:
+    """One round: steps with all experts on the fast device, all on the CPU tier, on both, some of them copied, and with
+    a draft in between (may be empty). copy_ns: one expert over the emulated link."""
+    # Where a draft runs in between, caches are colder; so its steps are taken for those of several rows.
+    rows = [*(s for s in alone if s.times.tokens == 1), *(drafting or (s for s in alone if s.times.tokens > 1))]
+    dense = plane([(s.times.tokens, s.context + s.times.tokens, _before(s)) for s in rows])
+    gpu = line([work for x in layers(rows) for work in x.work])
+    cpu = line([work for x in layers(on_cpu) for work in x.cpu_work[1:]])
+    cpu_price = priced(cpu)
+    first = typical(x.cpu_work[0][1] - cpu_price(x.cpu_work[0][0]) for x in layers(on_cpu) if x.cpu_work)
+    hybrid, overlap = contention(layers(on_cpu), layers(both), priced(gpu), cpu_price, max(0.0, first))
+    tails = [s.times.layers[0].before - _before(s) + s.times.tail for s in rows]
+    verifies = [s.times for s in drafting if s.times.kind is Kind.VERIFY]
+    return Figures(
+        *dense,
+        step=typical(tails),
+        policy=typical(x.policy for x in layers(rows)),
+        gpu_fixed=gpu[0],
+        gpu_token=gpu[1],
+        cpu_first=max(0.0, first),
+        cpu_fixed=cpu[0],
+        cpu_token=cpu[1],
+        hybrid=hybrid,
+        overlap=overlap,
+        arrival=arrival(layers(copying), copy_ns),
+        draft=typical(s.draft / (s.tokens - 1) for s in verifies if s.tokens > 1),
+    )
+
+
+def layers(seen: Iterable[Seen]) -> list[LayerTimes]:
+    return [layer for s in seen for layer in s.times.layers]
+
+
+def _before(seen: Seen) -> float:
+    """A layer's time without its experts; the first layer's has the embedding in it."""
+    times = seen.times.layers
+    return float(np.mean([x.before for x in times[1:] or times]))
+
+
+def priced(fitted: tuple[float, float]) -> Price:
+    fixed, slope = fitted
+    return lambda tokens: fixed + slope * tokens
+
+
+def line(points: Points) -> tuple[float, float]:
+    """Fixed part and slope (ns) of (tokens, ns), from the typical time of each number of tokens.
+
+    Where a disturbance makes the fixed part negative, growth cannot be told and all of it is called fixed.
+    """
+    flat = typical(ns for _, ns in points), 0.0
+    tokens = sorted({n for n, _ in points})
+    if len(tokens) < 2:
+        return flat
+    means = [typical(ns for n, ns in points if n == t) for t in tokens]
+    counts = [sum(n == t for n, _ in points) for t in tokens]
+    slope, fixed = np.polyfit(tokens, means, 1, w=np.sqrt(counts))
+    return (float(fixed), max(0.0, float(slope))) if fixed > 0 else flat
+
+
+def plane(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """Fixed part, slope by tokens and slope by context of (tokens, context, ns), none of them below 0.
+
+    Least squares. The slowest and the fastest hundredth of each number of tokens do not count.
+    """
+    kept = []
+    for tokens in sorted({p[0] for p in points}):
+        same = sorted((p for p in points if p[0] == tokens), key=lambda p: p[2])
+        cut = len(same) // 100
+        kept += same[cut : len(same) - cut]
+    table = np.array(kept, float).reshape(-1, 3)
+    columns = np.column_stack([np.ones(len(table)), table[:, :2]])
+    return tuple(positive(columns, table[:, 2], ((0, 1, 2), (0, 1), (0, 2), (0,))))  # type: ignore[return-value]
+
+
+def positive(columns: np.ndarray, values: np.ndarray, choices: Sequence[Sequence[int]]) -> np.ndarray:
+    """Least squares with some of the columns, those of the best choice whose coefficients are not below 0."""
+    best, answer = np.inf, np.zeros(columns.shape[1])
+    for used in choices:
+        found, *_ = np.linalg.lstsq(columns[:, used], values, rcond=None)
+        error = float(((columns[:, used] @ found - values) ** 2).sum())
+        if (found >= 0).all() and error < best:
+            best, answer = error, np.zeros(columns.shape[1])
+            answer[list(used)] = found
+    return answer
+
+
+def contention(
+    on_cpu: Sequence[LayerTimes], both: Sequence[LayerTimes], gpu: Price, cpu: Price, first: float
+) -> tuple[float, float]:
+    """What a layer on two tiers costs beyond the slower of them alone: a fixed part, and a share of the time in which
+    both compute. Layers on the CPU alone give the fixed part with nothing beside it."""
+    lost, beside = [], []
+    for x in (*on_cpu, *both):
+        if not x.cpu_work:
+            continue
+        fast = sum(gpu(n) for n, _ in x.work)
+        slow = first + sum(cpu(n) for n, _ in x.cpu_work)
+        lost.append(x.wall - x.policy - max(fast, slow))
+        beside.append(min(fast, slow))
+    if not lost:
+        return 0.0, 0.0
+    fixed, share = positive(np.column_stack([np.ones(len(lost)), beside]), np.array(lost), ((0, 1), (0,), (1,)))
+    return float(fixed), float(share)
+
+
+def arrival(copying: Sequence[LayerTimes], copy_ns: int) -> float:
+    """From the landing of a copy to the work of whoever waited for it, from layers all of whose experts were copied.
+
+    Where each copy takes longer than the work on the one before, every expert is waited for, and all waits together are
+    the copies' time without that work, once that time later.
+    """
+    late = []
+    for x in copying:
+        work = [ns for _, ns in x.work[:-1]]
+        if x.work and all(ns < copy_ns for ns in work):
+            late.append(x.wait_copy - (len(x.work) * copy_ns - sum(work)))
+    return max(0.0, typical(late))

@@ -1,0 +1,179 @@
+"""What calibration runs: a policy that decides nothing, on a pair of models or on a replay's random experts."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import numpy as np
+import torch
+
+from ..policies.interface import Demand, Key, Policy, Setup, View, Where
+from ..simulator.machine import Machine
+from ..traces.prompts import encode, read_prompts
+from ..traces.schema import DraftShape, Header, Kind, ModelShape, Provenance, Step
+from ..traces.speculate import Options, Speculation
+from ..traces.views import View as TraceView
+from .live import Live
+from .models import Models
+from .moe import attach
+from .replay import Rig, replay
+from .session import Settings, make_host
+from .store import HostStore
+from .times import StepTimes
+
+MANY = 9  # rows of a step with a draft of 8
+DRAFTS = 4
+PROMPT, TOKENS = 8 * MANY + 1, 20  # of a run
+BRIEF = 3 * MANY + 1, 8  # of one in which copies take most of the time
+WARM_UP = 2  # steps of each kind that are not counted
+ROWS = (1, DRAFTS + 1, MANY)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One observed step and the tokens that were in the cache before it."""
+
+    context: int
+    times: StepTimes
+
+
+class Subject(Protocol):
+    """What a machine is measured with."""
+
+    @property
+    def shape(self) -> ModelShape: ...
+    @property
+    def draft_shape(self) -> DraftShape | None: ...
+    @property
+    def store(self) -> HostStore: ...
+    @property
+    def device(self) -> torch.device: ...
+
+    def observe(self, probe: "Probe", machine: Machine, draft: bool = False, brief: bool = False) -> list[Seen]:
+        """Steps of one row and of many under `probe`, or of drafting and verifying; warm-up taken off."""
+        ...
+
+
+class Probe(Policy):
+    """Sends a layer's i-th needed expert where `pattern[i % len]` says: g(pu), c(pu), or s: streamed.
+
+    Layer l begins at letter l of the pattern, so that layers differ. A pattern with an s streams every expert, and none
+    is resident. residents: experts of each layer that are, the first ones (None: all).
+    """
+
+    name: ClassVar[str] = "calibration"
+
+    def __init__(self, pattern: str = "g", residents: int | None = None) -> None:
+        self.pattern, self.residents = pattern, residents
+
+    def setup(self, setup: Setup) -> None:
+        self._setup = setup
+
+    def placement(self) -> Iterable[Key]:
+        held = range(self._setup.experts if self.residents is None else self.residents)
+        return [] if "s" in self.pattern else [Key(la, e) for la in range(self._setup.layers) for e in held]
+
+    def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
+        places = {"g": Where.GPU, "c": Where.CPU, "s": Where.STREAM}
+        pattern, first = self.pattern, demand.layer
+        return [(e, places[pattern[(i + first) % len(pattern)]]) for i, e in enumerate(demand.experts)]
+
+
+@dataclass(frozen=True, slots=True)
+class PairSubject:
+    """A pair of models: short runs of the real loop on the real clock."""
+
+    models: Models
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.models.pair.shape
+
+    @property
+    def draft_shape(self) -> DraftShape | None:
+        return self.models.pair.draft_shape
+
+    @property
+    def store(self) -> HostStore:
+        return self.models.store
+
+    @property
+    def device(self) -> torch.device:
+        return self.models.device
+
+    def observe(self, probe: Probe, machine: Machine, draft: bool = False, brief: bool = False) -> list[Seen]:
+        pair, (prompt, tokens) = self.models.pair, BRIEF if brief else (PROMPT, TOKENS)
+        ids = [i for p in read_prompts("held-out") for i in encode(pair.tokenizer, p)[0]][:prompt]
+        options = Options(max_new_tokens=tokens, draft_length=DRAFTS, prefill_chunk=MANY)
+        everything = len(pair.shape.moe_layers) * pair.shape.experts
+        host = make_host(self.models, probe, Settings(machine, everything, options=options))
+        try:
+            live = _Watched(host, self.models)
+            attach(self.models.experts, live)
+            Speculation(pair.target, pair.draft if draft else None, options, live).generate(ids)
+        finally:
+            host.close()
+        seen = [Seen(c, s) for c, s in zip(live.contexts, host.times, strict=True) if isinstance(s, StepTimes)]
+        return _warm(seen)
+
+
+class _Watched(Live):
+    """Notes the context of every step."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.contexts: list[int] = []
+
+    def step_begins(self, kind: Kind, tokens: np.ndarray, positions: np.ndarray, drafted: np.ndarray) -> None:
+        self.contexts.append(int(positions[0]))
+        super().step_begins(kind, tokens, positions, drafted)
+
+
+@dataclass(frozen=True, slots=True)
+class RigSubject:
+    """A replay's random experts, of which `slots` a layer are used, by steps made up for the purpose."""
+
+    rig: Rig
+    slots: int
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.rig.shape
+
+    @property
+    def draft_shape(self) -> DraftShape | None:
+        return None  # a replay's draft takes what the profile says
+
+    @property
+    def store(self) -> HostStore:
+        return self.rig.store
+
+    @property
+    def device(self) -> torch.device:
+        return self.rig.device
+
+    def observe(self, probe: Probe, machine: Machine, draft: bool = False, brief: bool = False) -> list[Seen]:
+        probe = Probe(probe.pattern, self.slots)
+        header = Header(self.shape, Provenance.SYNTHETIC, "calibration")
+        trace = TraceView(header, lambda: iter(self._steps(4 if brief else 8)))
+        total = self.slots * len(self.shape.moe_layers)
+        return _warm([Seen(0, s) for s in replay(self.rig, trace, probe, Settings(machine, total)).times])
+
+    def _steps(self, count: int) -> list[Step]:
+        """Steps of 1, 5 and 9 rows in turn; experts of several rows come from twice as many as one row needs."""
+        rng = np.random.default_rng(0)
+        return [self._step(rng, rows) for _ in range(count) for rows in ROWS]
+
+    def _step(self, rng: np.random.Generator, rows: int) -> Step:
+        layers, k = len(self.shape.moe_layers), self.shape.top_k
+        pools = [rng.choice(self.slots, min(self.slots, 2 * k), replace=False) for _ in range(layers)]
+        experts = np.array([[rng.choice(pool, k, replace=False) for pool in pools] for _ in range(rows)])
+        zeros = np.zeros(rows, np.int32)
+        kind = Kind.DECODE if rows == 1 else Kind.PREFILL
+        return Step(0, 0, kind, np.arange(rows, dtype=np.int32), zeros, zeros.astype(bool), 0, experts)
+
+
+def _warm(seen: Sequence[Seen]) -> list[Seen]:
+    """Without the first steps of each kind."""
+    kinds = {s.times.kind for s in seen}
+    return [s for kind in sorted(kinds) for s in [s for s in seen if s.times.kind is kind][WARM_UP:]]

@@ -1,0 +1,219 @@
+"""A trace's routing on real kernels, copies and threads, with random weights of the right shape: no model is needed.
+
+What runs is what runs live: the host of the wall clock, its link and its CPU tier, the experts' own kernels on both.
+Stand-ins are said to be such: a layer's attention, norms and router are one matrix product over as many bytes
+(`dense`), drafting is a pause as long as the profile says, and every expert holds the same random numbers in a place of
+its own. So a replay times a machine, and is the ground truth for the simulator on it; what it computes is noise.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from time import sleep
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from ..policies.driver import Counters, PolicyError
+from ..policies.interface import Key, Policy, StepInfo
+from ..simulator.machine import rates_for
+from ..traces.errors import InputError
+from ..traces.redraft import drafted
+from ..traces.schema import DraftShape, Kind, ModelShape, Step
+from ..traces.views import Steps, View
+from .formats import EXACT, QUANTISED, Format
+from .host import RING, Routed
+from .memory import ROOM
+from .moe import Call
+from .session import Settings, host_for
+from .store import HostStore, Record
+from .times import StepTimes
+
+FORMATS: dict[str, Format] = {"f32": EXACT["float32"], "bf16": EXACT["bfloat16"], **QUANTISED}
+ROWS = 512  # random hidden states to draw from
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """Random experts of `shape` in host memory, and what stands for the rest of a layer.
+
+    shape: as replayed, with the bytes of the chosen format. dense: one matrix [m, H] a layer, or nothing.
+    """
+
+    shape: ModelShape
+    draft_shape: DraftShape | None
+    store: HostStore
+    module: Any  # transformers' experts module: it knows the activation
+    dense: list[torch.Tensor]
+    hidden: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What a replay measured: one entry of `times` and of `emitted` a step; counts of everything after prefill."""
+
+    policy: str
+    slots: int
+    times: list[StepTimes] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
+    decode: Counters = field(default_factory=Counters)
+    decisions: list[tuple[Any, ...]] = field(default_factory=list)
+
+
+def first_layers(trace: Steps, layers: int | None) -> Steps:
+    """The trace of a model that has only the first `layers` MoE layers (None: all), and no layers without experts.
+
+    Dense weights and keys and values go with the layers; the embedding stays. InputError: more layers than there are.
+    """
+    shape = trace.header.target
+    there = len(shape.moe_layers)
+    count = there if layers is None else layers
+    if not 1 <= count <= there:
+        raise InputError(f"--layers {count}: the trace has {there} layers with experts; give 1 to {there}")
+    kept = (shape.dense_bytes - shape.embedding_bytes) * count // shape.layers
+    cut = replace(
+        shape,
+        layers=count,
+        moe_layers=tuple(range(count)),
+        dense_bytes=kept + shape.embedding_bytes,
+        kv_bytes_per_token=shape.kv_bytes_per_token * count // shape.layers,
+    )
+
+    def steps() -> Iterator[Step]:
+        for step in trace.steps():
+            columns = {name: getattr(step, name) for name in ("experts", "weights", "scores", "ahead")}
+            yield replace(step, **{name: v[:, :count] for name, v in columns.items() if v is not None})
+
+    note = f"The first {count} of {there} MoE layers." if count < there else ""
+    return View(replace(trace.header, target=cut, notes=f"{trace.header.notes} {note}".strip()), steps)
+
+
+def in_format(trace: Steps, name: str) -> Steps:
+    """The same routing of a model whose experts are stored in one of `FORMATS`. InputError: no such format, or rows
+    that cannot be cut into its groups."""
+    if name not in FORMATS:
+        raise InputError(f"--format {name}: unknown; choose {', '.join(FORMATS)}")
+    try:
+        size = record_of(trace.header.target, name).size
+    except ValueError as error:
+        raise InputError(f"--format {name}: {error}; choose f32 or bf16") from None
+    shape = replace(trace.header.target, expert_bytes=size, dtype=FORMATS[name].name)
+    return View(replace(trace.header, target=shape), lambda: iter(trace.steps()))
+
+
+def record_of(shape: ModelShape, name: str) -> Record:
+    """Layout of one expert: gated, without biases, whatever the family has."""
+    stored = FORMATS[name]
+    return Record(shape.hidden, shape.expert_width, stored, stored.dtype if stored.exact else torch.float32)
+
+
+def memory_of(shape: ModelShape, slots: int, dense: bool) -> dict[str, int]:
+    """Bytes that a replay needs, by what they are for; `slots` is a total."""
+    layer_bytes = (shape.dense_bytes - shape.embedding_bytes) // shape.layers
+    staging = min(shape.experts, slots) + RING
+    return {
+        "experts": shape.all_expert_bytes,
+        "slots": (slots + staging) * shape.expert_bytes,
+        "dense weights": layer_bytes * shape.layers if dense else 0,
+        "everything else": ROOM,
+    }
+
+
+def build(trace: Steps, name: str, dense: bool = True, device: str = "cpu", seed: int = 0) -> Rig:
+    """Random weights for a trace that has gone through `in_format(trace, name)`."""
+    header = trace.header
+    shape = header.target
+    rng = torch.Generator().manual_seed(seed)
+    record = record_of(shape, name)
+    store = HostStore(len(shape.moe_layers), shape.experts, record, pinned=device != "cpu")
+    _fill(store, record, rng)
+    hidden = torch.randn((ROWS, shape.hidden), generator=rng, dtype=record.dtype)
+    rows = max(1, (shape.dense_bytes - shape.embedding_bytes) // shape.layers // shape.hidden // 4)
+    matrices = []
+    if dense:
+        one = torch.randn((rows, shape.hidden), generator=rng) / shape.hidden**0.5
+        matrices = [one.clone().to(device) for _ in shape.moe_layers]
+    return Rig(shape, header.draft, store, _module(shape), matrices, hidden.to(device))
+
+
+def _fill(store: HostStore, record: Record, rng: torch.Generator) -> None:
+    one = torch.zeros(record.size, dtype=torch.uint8)
+    for part, columns in ((record.up(one), record.hidden), (record.down(one), record.width)):
+        part.copy_(record.format.encode(torch.randn((len(part), columns), generator=rng) / columns**0.5))
+    for layer in range(store.layers):
+        for expert in range(store.experts):
+            store.flat(Key(layer, expert)).copy_(one)
+
+
+def _module(shape: ModelShape) -> Any:
+    """transformers' own experts module, without weights: it knows the activation."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = Qwen3MoeConfig(
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.expert_width,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+    )
+    with torch.device("meta"):
+        return Qwen3MoeExperts(config)
+
+
+@torch.inference_mode()
+def replay(rig: Rig, trace: Steps, policy: Policy, settings: Settings, limit: int | None = None) -> Replayed:
+    """Run the first `limit` steps of a trace. `settings.machine` gives the emulated link's times and the draft's.
+
+    Raises InputError: a clairvoyant policy, slots below top-k, a policy that gave an illegal answer.
+    """
+    header = trace.header
+    found = Replayed(policy.name, settings.slots)
+    shapes = rig.shape, rig.draft_shape
+    host: Any = host_for(shapes, header.draft_length, rig.store, rig.device, policy, settings, found.decisions)
+    pause = rates_for(settings.machine, *shapes).draft_token_ns / 1e9
+    steps = iter(trace.steps())
+    if host.driver.drafts and header.acceptance != "none":
+        steps = drafted(trace, host.draft_length, header.draft_length, settings.seed)
+    try:
+        for index, step in enumerate(steps):
+            if index == limit:
+                break
+            _step(rig, host, index, step, pause)
+            found.emitted.append(step.emitted)
+    except PolicyError as error:
+        raise InputError(str(error)) from error
+    finally:
+        host.close()
+        found.times, found.decode = host.times, host.driver.decode
+    return found
+
+
+def _step(rig: Rig, host: Any, index: int, step: Step, pause: float) -> None:
+    n = len(step)
+    if step.kind is Kind.VERIFY:
+        if not host.driver.drafts:
+            host.draft_length(int(step.drafted.sum()))
+        sleep(pause * int(step.drafted.sum()))
+    host.step_begins(StepInfo(index, step.kind, step.tokens, step.drafted), step.context)
+    at = index % max(1, ROWS - n)
+    hidden = rig.hidden[at : at + n] if n <= ROWS else rig.hidden[torch.arange(n) % ROWS]
+    for layer in range(len(rig.shape.moe_layers)):
+        _layer(rig, host, layer, step, hidden)
+    host.step_ends(step.accepted, step.kept, step.emitted)
+
+
+def _layer(rig: Rig, host: Any, layer: int, step: Step, hidden: torch.Tensor) -> None:
+    if rig.dense:
+        F.linear(hidden.float(), rig.dense[layer])
+    ids = step.experts[:, layer]
+    weights = np.full(ids.shape, 1 / ids.shape[1], np.float16) if step.weights is None else step.weights[:, layer]
+    ahead = None if step.ahead is None else step.ahead[:, layer]
+    applied = torch.from_numpy(weights.astype(np.float32)).to(hidden)
+    call = Call(layer, rig.module, hidden, ids.tolist(), applied)
+    host.layer(call, lambda: Routed(ids, weights, ahead))
+    call.merge()
