@@ -50,6 +50,10 @@ def generate(
     seed: Annotated[int, typer.Option(help="Of sampling and of the policy.")] = 0,
     clock: Annotated[str, typer.Option(help="real, or virtual: the simulator's time.")] = "real",
     record: Annotated[Path | None, typer.Option(metavar="T", help="Write a routing trace of the run.")] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write what every lane did, simulated and measured, for ui.perfetto.dev."),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compare the tokens with transformers' own greedy ones.")
     ] = False,
@@ -71,6 +75,8 @@ def generate(
         raise InputError("--check: only greedy output can be compared; leave out --temperature")
     if record is not None and not record.parent.is_dir():
         raise InputError(f"--record {record}: no such folder {record.parent}; make it first")
+    if timeline is not None and clock != "real":
+        raise InputError("--timeline: needs the real clock; for simulated time alone use spac-sim run --timeline")
     given = prompts_of(prompt, prompts, prompt_limit)
     if check and any(len(p.turns) > 1 for p in given):
         raise InputError("--check: takes prompts of one turn; these are conversations")
@@ -92,9 +98,22 @@ def generate(
         trace = record
         if trace is None and clock == "real":
             trace = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spac-"))) / "run.spac"
-        settings = Settings(profile, total, clock, options, seed, budget, trace)  # type: ignore[arg-type]
+        settings = Settings(
+            profile, total, clock, options, seed, budget, trace, timeline=timeline is not None  # type: ignore[arg-type]
+        )  # fmt: skip
         result = run(models, chosen_policy, given, settings, source_of(prompt, prompts))
+        if timeline is not None:
+            _draw(timeline, policy, settings, result)
         return _tell(models, policy, given, settings, result, check, json)
+
+
+def _draw(file: Path, policy: str, settings: Any, result: Any) -> None:
+    from ..simulator.timeline import write_timeline
+    from .predict import compare_lanes
+
+    lanes = compare_lanes(settings.record, policy_of(policy)[0], settings.machine, result, settings.seed)
+    about = {"policy": policy, "machine": settings.machine.name, "slots": settings.slots, "seed": settings.seed}
+    write_timeline(file, lanes, about)
 
 
 def _tell(

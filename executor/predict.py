@@ -6,6 +6,8 @@ from pathlib import Path
 from ..policies.interface import Policy
 from ..simulator.machine import Machine
 from ..simulator.run import simulate
+from ..simulator.timeline import MEASURED, SIMULATED, Timeline
+from ..simulator.traced import spans_of
 from ..traces.errors import InputError
 from ..traces.reader import open_trace
 from ..traces.schema import Kind
@@ -34,10 +36,8 @@ def predict(trace: Path, policy: Policy, machine: Machine, result: Result, seed:
 
     `policy` is a fresh object of the run's policy. The decision time charged is the run's own mean.
     """
-    steps = [s for s in result.times if isinstance(s, StepTimes) and s.kind is not Kind.PREFILL]
-    layers = [layer for step in steps for layer in step.layers]
-    ns = sum(layer.policy for layer in layers) / max(1, len(layers))
-    run = simulate(open_trace(trace), policy, with_policy_time(machine, ns), result.slots, seed)
+    steps = _steps(result)
+    run = simulate(open_trace(trace), policy, _machine_of(machine, steps), result.slots, seed)
     if run.error:
         raise InputError(run.error)
     simulated = [s for s in run.steps if s.kind is not Kind.PREFILL]
@@ -49,6 +49,23 @@ def predict(trace: Path, policy: Policy, machine: Machine, result: Result, seed:
         predicted_split=_per_token([s.gpu for s in simulated], tokens),
         measured_split=_per_token([s.split() for s in steps], tokens),
     )
+
+
+def compare_lanes(trace: Path, policy: Policy, machine: Machine, result: Result, seed: int = 0) -> Timeline:
+    """What every lane did in a run that kept its spans, and in the simulation that predicts it; as `predict`."""
+    simulated = spans_of(open_trace(trace), policy, _machine_of(machine, _steps(result)), result.slots, seed=seed)
+    return {SIMULATED: simulated, MEASURED: result.spans}
+
+
+def _steps(result: Result) -> list[StepTimes]:
+    """All steps after prefill."""
+    return [s for s in result.times if isinstance(s, StepTimes) and s.kind is not Kind.PREFILL]
+
+
+def _machine_of(machine: Machine, steps: list[StepTimes]) -> Machine:
+    """The machine with the run's own decision time."""
+    layers = [layer for step in steps for layer in step.layers]
+    return with_policy_time(machine, sum(layer.policy for layer in layers) / max(1, len(layers)))
 
 
 def _per_token(splits: list[dict[str, int]], tokens: int) -> dict[str, float]:

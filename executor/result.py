@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from ..policies.driver import Counters
 from ..simulator.steptimes import StepTime
+from ..simulator.timeline import Span
 from ..traces.schema import Kind
 from ..traces.speculate import Generation
 from .times import StepTimes
@@ -18,7 +19,8 @@ Times = Sequence[StepTimes | StepTime]
 class Result:
     """What a run gave. `times` has one entry a step: measured on the real clock, simulated on the virtual one.
 
-    `decisions` is the driver's record, `arena_bytes` what the slots took on the fast device.
+    `decisions` is the driver's record, `arena_bytes` what the slots took on the fast device, `spans` what every lane
+    did where that was asked for.
     """
 
     policy: str
@@ -31,6 +33,7 @@ class Result:
     times: Times = ()
     arena_bytes: int = 0
     decisions: list[tuple[Any, ...]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
 
     @property
     def new_tokens(self) -> int:

@@ -45,7 +45,8 @@ LOOKAHEAD = 3  # layers whose gates are asked ahead for a policy that wants it (
 class Settings:
     """How to run. `slots` is the total over all layers; `budget` bounds the arena in bytes.
 
-    `record` takes the routing trace, `events` what the policy was told and asked (see `policies.events`).
+    `record` takes the routing trace, `events` what the policy was told and asked (see `policies.events`). With
+    `timeline` a run on the real clock keeps spans of what every lane did.
     """
 
     machine: Machine
@@ -56,6 +57,7 @@ class Settings:
     budget: int | None = None
     record: Path | None = None
     events: Path | None = None
+    timeline: bool = False
 
 
 class Session:
@@ -255,6 +257,8 @@ def run(models: Models, policy: Policy, prompts: Sequence[Prompt], settings: Set
         host = session.host
         result.prefill, result.decode = host.driver.prefill, host.driver.decode
         result.times, result.arena_bytes = times, host.arena.size
+        if isinstance(host, RealHost) and host.recorder is not None:
+            result.spans = host.recorder.spans()
     return result
 
 
@@ -303,4 +307,4 @@ def host_for(
         arena = Arena(needed, store.record, device, settings.budget)
     if settings.clock == "virtual":
         return VirtualHost(driver, rates, store, arena, shape.layers - len(shape.moe_layers))
-    return RealHost(driver, rates, store, arena)
+    return RealHost(driver, rates, store, arena, record=settings.timeline)

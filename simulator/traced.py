@@ -5,7 +5,7 @@ of any other engine. GPU, draft and policy lanes are the engine's one timeline s
 ways of the link are the periods that their meters count, so that lanes add up to the times of the steps.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -64,9 +64,7 @@ class TracedEngine(Engine):
         self._title = ""
         self._step_began = 0
         self._plan: Plan | None = None
-        self._arriving: Iterator[int] = iter(())
         self._awaited: Key | None = None
-        self._by_expert = False  # whether the time being spent is split by expert already
         self._brought: dict[Key, int] = {}  # where in `spans` the copy is that brought an expert not used since
 
     def step_begins(self, step: StepInfo, context: int) -> None:
@@ -110,40 +108,38 @@ class TracedEngine(Engine):
 
     def _serve(self, plan: Plan) -> None:
         self._plan = plan
-        self._arriving = iter((*plan.joins, *plan.copies))
         super()._serve(plan)
 
-    def _work(self, experts: Iterable[int], load: dict[int, int]) -> None:
-        experts, begin, self._by_expert = tuple(experts), self.now, True
-        super()._work(experts, load)
-        self._by_expert = False
-        for expert in experts:
-            begin = self._expert(expert, begin)
+    def _work(self, experts: Iterable[int], load: dict[int, int], beside: int = 0) -> int:
+        experts, begin, done = tuple(experts), self.now, 0
+        lost = super()._work(experts, load, beside)
+        took = self.now - begin
+        for expert in experts:  # each is slowed down alike
+            first, done = done, done + self._gpu_ns[load[expert]]
+            ends = (begin + at * took // max(1, took - lost) for at in (first, done))
+            self._expert(expert, *ends)
+        return lost
 
-    def _wait(self, work: Any, label: str) -> None:
+    def _wait(self, work: Any, label: str, late: int = 0) -> None:
         self._awaited = work.key if isinstance(work, Copy) else None
-        super()._wait(work, label)
+        super()._wait(work, label, late)
         self._awaited = None
 
     def _spend(self, ns: int, label: str) -> None:
         begin = self.now
         super()._spend(ns, label)
-        if label == "expert" and not self._by_expert:
-            self._expert(next(self._arriving), begin)
-        elif label != "expert":
+        if label != "expert":
             self._keep(label, begin, self.now)
 
-    def _expert(self, expert: int, begin: int) -> int:
-        """One expert on the GPU; when it is done."""
+    def _expert(self, expert: int, begin: int, end: int) -> None:
+        """One expert on the GPU."""
         assert self._plan is not None
         key = Key(self._plan.demand.layer, expert)
         tokens = self._plan.load[expert]
-        end = begin + self._gpu_ns[tokens]
         flow = self._brought.pop(key, None)
         if flow is not None:
             self.spans[flow] = replace(self.spans[flow], flow=flow)
         self._add("GPU", _name(key), begin, end, "expert", flow, expert=expert, tokens=tokens)
-        return end
 
     def _keep(self, label: str, begin: int, end: int) -> None:
         if end > begin:
