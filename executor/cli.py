@@ -5,10 +5,12 @@ import typer
 from ..traces.console import run_app
 from .cli_calibrate import calibrate
 from .cli_generate import generate
+from .cli_serve import serve
 
 app = typer.Typer(help="Run real inference under a policy.", no_args_is_help=True, add_completion=False)
 
 app.command("generate")(generate)
+app.command("serve")(serve)
 app.command("calibrate")(calibrate)
 
 

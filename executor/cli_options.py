@@ -93,11 +93,12 @@ def link_of(bandwidth: str, latency: str):
 def machine_of(name: str | None, clock: str, models: "Models") -> "Machine":
     """The profile that was named; else, on the real clock, a new measurement."""
     from ..simulator.machine import load_machine
-    from .calibrate import calibrate as measure
-    from .probe import PairSubject
 
     if name is not None or clock == "virtual":
         return load_machine(name or DEFAULT_MACHINE)
+    from .calibrate import calibrate as measure
+    from .probe import PairSubject
+
     if sys.stderr.isatty():
         sys.stderr.write("measuring this machine (spac-exec calibrate -o FILE keeps the result for --machine)\n")
     return measure(PairSubject(models))

@@ -1,0 +1,86 @@
+"""From what a user says to a session that stays open: for `chat` and `serve`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..policies.interface import Policy
+from ..traces.console import parse_size
+from ..traces.errors import InputError
+from ..traces.speculate import Options
+from .cli_options import DEFAULT_DRAFT_LENGTH, default_device, machine_of, policy_of, slots_for
+from .models import load_models
+from .session import Session, Settings
+from .stores import Choice
+
+DEFAULT_CONTEXT = 4096  # tokens whose keys and values `--vram` leaves room for
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The options of the command line that make a session."""
+
+    policy: str
+    target: str | None
+    draft: str | None
+    machine: str | None
+    slots: int | None
+    cache_fraction: float | None
+    vram: str | None
+    context: int | None
+    draft_length: int | None
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    store: str
+    store_memory: str
+    store_folder: Path | None
+    tokenizer: str | None
+    dtype: str
+    device: str | None
+    allow_lossy: bool
+    events: Path | None
+
+    def check(self) -> None:
+        """Raise InputError for what can be told before a model is loaded."""
+        self.check_policy(self.policy)
+        if self.vram:
+            parse_size(self.vram, "--vram")
+
+    def check_policy(self, spec: str) -> None:
+        policy, _ = policy_of(spec)
+        if policy.clairvoyant:
+            raise InputError(f"--policy {spec}: it has to know the future, so it cannot run live; use it in spac-sim")
+        if not (policy.lossless or self.allow_lossy):
+            raise InputError(f"--policy {spec}: this policy changes the model's output; run it with --allow-lossy")
+
+    def policy_object(self, spec: str) -> Policy:
+        return policy_of(spec)[0]
+
+    def open(self, tell: Callable[[str, int, int], None] | None = None) -> Session:
+        """Load the pair and make the session. `tell`: what is being done, how far it is, and of how much (bytes)."""
+        said = tell or (lambda what, done, total: None)
+        policy, chosen = policy_of(self.policy)
+        length = DEFAULT_DRAFT_LENGTH if self.draft_length is None else self.draft_length
+        if self.draft_length is None and chosen.get("mode") == "ar":
+            length = 0
+        said("finding the models", 0, 0)
+        models = load_models(
+            self.target,
+            self.draft if length else "none",
+            self.dtype,
+            self.device or default_device(),
+            Choice(self.store, self.store_memory, self.store_folder),
+            self.tokenizer,
+            None if tell is None else lambda done, total: said("reading weights", done, total),
+        )
+        said("measuring this machine" if self.machine is None else "reading the machine's profile", 0, 0)
+        machine = machine_of(self.machine, "real", models)
+        budget = parse_size(self.vram, "--vram") if self.vram else None
+        sizes = self.slots, self.cache_fraction, budget
+        slots = slots_for(*sizes, chosen, models, machine, policy, self.context or DEFAULT_CONTEXT)
+        stops = models.pair.stop_tokens
+        options = Options(self.max_new_tokens, length, self.temperature, seed=self.seed, stop_tokens=stops)
+        said("filling slots", 0, 0)
+        settings = Settings(machine, slots, "real", options, self.seed, budget, events=self.events)
+        return Session(models, policy, settings)
