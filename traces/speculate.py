@@ -6,7 +6,6 @@ arXiv 2302.01318). Batch 1. Between rounds the target's cache holds all of the t
 first row of the next step; so prefill covers the prompt but its last token and settles no output.
 """
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -14,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache
 
+from .cached import Cached, open_cached, reads_in_parts
 from .errors import InputError
 from .schema import Kind
 
@@ -106,72 +105,6 @@ class Generation:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + perf_counter() - since
 
 
-class CachedModel:
-    """A causal language model with its key/value cache; `length` counts the tokens in the cache."""
-
-    def __init__(self, model: Any, vocab: int) -> None:
-        self.model = model
-        self.vocab = vocab
-        self.length = 0
-        self.cache = DynamicCache(config=model.config)
-        # transformers renames `past_key_values` to `cache` between 5.20 and 5.40.
-        names = inspect.signature(model.forward).parameters
-        self._cache_name = "cache" if "cache" in names else "past_key_values"
-
-    def feed(self, ids: Sequence[int], keep: int) -> torch.Tensor:
-        """Append `ids`; logits of the last `keep` of them, [keep, vocab] float32 on the model's device."""
-        rows = torch.tensor([list(ids)], device=self.model.device)
-        out = self.model(input_ids=rows, use_cache=True, logits_to_keep=keep, **{self._cache_name: self.cache})
-        self.length += len(ids)
-        return out.logits[0, -keep:, : self.vocab].float()
-
-    def crop(self, count: int) -> None:
-        """Forget the last `count` tokens. Called with 0 too: sliding windows trim what they kept for a rollback."""
-        self.cache.crop(-count)
-        self.length -= count
-
-    def expect_crops(self) -> None:
-        """Make sliding-window layers keep what a rollback needs."""
-        self.cache.activate_past_recording()
-
-    @property
-    def can_crop(self) -> bool:
-        return self.cache.is_croppable
-
-    def can_forget(self, count: int) -> bool:
-        """Whether the last `count` tokens can be forgotten at any time, not only right after they were fed.
-
-        A sliding window that is full has dropped what it would need again.
-        """
-        if count <= 0:
-            return count == 0
-        full = any(getattr(layer, "is_sliding", False) and self.length >= layer.sliding_window for layer in self.layers)
-        return count <= self.length and self.can_crop and not full
-
-    @property
-    def layers(self) -> list[Any]:
-        return self.cache.layers
-
-
-def reads_in_parts(model: Any) -> bool:
-    """Whether a text that is fed in parts gives the logits of the whole, but for rounding.
-
-    In transformers 5.24 that of Jamba does not: its Mamba layers begin anew with every part of more than one token. How
-    much rounding changes is seen by feeding single tokens, which every model supports.
-    """
-    vocab = model.config.get_text_config().vocab_size
-    ids = [token % vocab for token in range(16)]
-
-    def fed(sizes: Sequence[int]) -> torch.Tensor:
-        cached = CachedModel(model, vocab)
-        return torch.cat([cached.feed(ids[cached.length : cached.length + size], keep=size) for size in sizes])
-
-    with torch.inference_mode():
-        whole = fed([16])
-        parts, singles = ((fed(sizes) - whole).abs().max() for sizes in ([8, 8], [8, *[1] * 8]))
-    return bool(parts <= 10 * singles + 1e-4 * whole.abs().max())
-
-
 def distribution(logits: torch.Tensor, temperature: float, top_p: float = 1.0) -> torch.Tensor:
     """Sampling distribution [..., V] float64 on the CPU: softmax at `temperature`, then the smallest set of top tokens
     with at least `top_p` of the mass, renormalised. Target and draft must go through the same."""
@@ -236,8 +169,8 @@ class Speculation:
         models = [target] if draft is None else [target, draft]
         # Padding rows of a vocabulary differ between models of one family; no real token is among them.
         vocab = min(m.config.get_text_config().vocab_size for m in models)
-        self.target = CachedModel(target, vocab)
-        self.draft = None if draft is None else CachedModel(draft, vocab)
+        self.target = open_cached(target, vocab)
+        self.draft = None if draft is None else open_cached(draft, vocab)
         self.options = options
         self.observer = observer or Observer()
         self.text: list[int] = []
@@ -295,11 +228,11 @@ class Speculation:
         self.observer = observer or self.observer
         return self.target.length
 
-    def _cut(self, cached: CachedModel, length: int) -> CachedModel:
+    def _cut(self, cached: Cached, length: int) -> Cached:
         """The cache with at most `length` tokens, or an empty one."""
         surplus = max(0, cached.length - length)
         if not cached.can_forget(surplus):
-            return CachedModel(cached.model, cached.vocab)
+            return open_cached(cached.model, cached.vocab)
         if surplus:
             cached.crop(surplus)
         return cached
@@ -367,7 +300,7 @@ class Speculation:
         result.spend("draft", begin)
         return proposed
 
-    def _catch_up(self, result: Generation, draft: CachedModel) -> None:
+    def _catch_up(self, result: Generation, draft: Cached) -> None:
         """Bring the draft's cache up to the text's last token after a prefill or after steps without drafting.
 
         A lag of two tokens is the ordinary one, after a step that kept every draft; it costs no forward of its own.

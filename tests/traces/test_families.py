@@ -8,10 +8,11 @@ import torch
 from tiny import FAMILIES, family_config, family_model
 
 from moe_spac.simulator.parameters import count
+from moe_spac.traces.cached import CachedModel, reads_in_parts
 from moe_spac.traces.errors import InputError
 from moe_spac.traces.models import model_shape, moe_blocks
 from moe_spac.traces.recorder import RouterRecorder
-from moe_spac.traces.speculate import CachedModel, Options, Speculation, reads_in_parts
+from moe_spac.traces.speculate import Options, Speculation
 
 RECURRENT = ("qwen3_next", "lfm2_moe", "jamba")
 WHOLE = ("jamba",)  # its state in transformers does not survive a prompt in parts

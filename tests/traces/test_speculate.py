@@ -6,11 +6,11 @@ import pytest
 import torch
 from tiny import tiny_config
 
+from moe_spac.traces.cached import CachedModel
 from moe_spac.traces.errors import InputError
 from moe_spac.traces.models import load_pair
 from moe_spac.traces.schema import Kind
 from moe_spac.traces.speculate import (
-    CachedModel,
     Observer,
     Options,
     Speculation,
