@@ -6,7 +6,7 @@ missing, unexpected or given twice is an InputError that names it.
 """
 
 import copy
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,16 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.core_model_loading import build_glob_alternation
 
+from ..traces.console import show_size
 from ..traces.errors import InputError
 from ..traces.models import Source, moe_blocks, quiet
+from .ggufs import SUFFIX, Gguf
 from .moe import IMPLEMENTATION, register
 from .names import Plan, Recipe, plan
 from .packed import shards_of
-from .shards import Shards
+from .shards import Files
+
+SLACK = 1.8  # times the bytes of experts without scales and zero points; 8 bits in place of 4 would be 2 and more
 
 
 @dataclass
@@ -28,7 +32,7 @@ class Checkpoint:
 
     source: Source
     model: Any
-    files: Shards
+    files: Files
     plan: Plan
     dtype: torch.dtype
     layers: dict[str, int]
@@ -55,9 +59,10 @@ def open_checkpoint(source: Source, dtype: torch.dtype, apart: bool) -> Checkpoi
         _check_family(source, model)
         order = {id(block.experts): i for i, block in enumerate(moe_blocks(model))}
         layers = {path: order[id(module)] for path, module in model.named_modules() if id(module) in order}
-    files = shards_of(source)
+    files = Gguf(source) if source.place.endswith(SUFFIX) else shards_of(source)
     found = Checkpoint(source, model, files, plan(model, files.shapes), dtype, layers)
     _account(found)
+    _check_quantised(found)
     return found
 
 
@@ -116,6 +121,22 @@ def _account(found: Checkpoint) -> None:
                 f"{found.source.flag} {found.source.name}: the checkpoint does not fit its config.json: {names[0]}"
                 f"{more} {what}; fetch the model again"
             )
+
+
+def _check_quantised(found: Checkpoint) -> None:
+    """Experts of a checkpoint that says it is quantised are so: other tools have been seen to skip stacked ones."""
+    bits = found.files.bits
+    names = [n for r in found.plan.recipes.values() if found.experts_of(r.targets[0]) for _, n in r.sources]
+    if bits is None or not names:
+        return
+    actual = sum(found.files.stored[n] for n in names)
+    expected = sum(math.prod(found.files.shapes[n]) for n in names) * bits // 8
+    if actual > expected * SLACK:
+        raise InputError(
+            f"{found.source.flag} {found.source.name}: config.json says {bits} bits a weight, which makes "
+            f"{show_size(expected)} of experts, and the files have {show_size(actual)}: they were not quantised; "
+            "fetch another version of the model"
+        )
 
 
 def _account_stacked(found: Checkpoint, recipe: Recipe, shape: tuple[int, ...]) -> tuple[list[str], list[str]]:
@@ -183,9 +204,3 @@ def _take_generation_config(found: Checkpoint) -> None:
     folder = found.files.folder
     if (folder / "generation_config.json").is_file():
         found.model.generation_config = GenerationConfig.from_pretrained(folder)
-
-
-def held(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters and buffers."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()

@@ -67,9 +67,13 @@ def fill_layer(found: Checkpoint, layer: int, record: Record, raw: torch.Tensor)
 def _fill_stacked(found: Checkpoint, recipe: Recipe, part: str, record: Record, raw: torch.Tensor, loss: Loss) -> None:
     for pattern, name in recipe.sources:
         expert, place = recipe.piece(pattern, name)
-        tensor = found.files.read(name)
-        put(record, raw[expert], part, place * len(tensor), tensor, loss)
-        del tensor  # it keeps the file mapped
+        row = place * found.files.shapes[name][0]
+        blocks = None if record.format.exact else found.files.blocks(name, record.format.name)
+        if blocks is not None:
+            matrix = record.up(raw[expert]) if part == "up" else record.down(raw[expert])
+            matrix[row : row + len(blocks)].copy_(blocks)
+        else:
+            put(record, raw[expert], part, row, found.files.read(name), loss)
 
 
 def found_transposed(found: Checkpoint, layer: int) -> bool:

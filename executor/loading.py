@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from .shards import Shards
+from .shards import Files
 
 SMALL = 2**28  # bytes that are read before a bar could be seen
 Watch = Callable[[int, int], None]  # bytes read, bytes in all
 
 
 @contextmanager
-def watching(watch: Watch | None, files: Sequence[Shards]) -> Iterator[None]:
+def watching(watch: Watch | None, files: Sequence[Files]) -> Iterator[None]:
     """While it is open, `watch` hears of every tensor that is read from `files`; None: a bar, on a terminal."""
     total = sum(one.size for one in files)
     if watch is None and (total < SMALL or not sys.stderr.isatty()):

@@ -11,9 +11,11 @@ from ..traces.errors import InputError
 from ..traces.models import (
     MoeBlock,
     Pair,
+    Source,
     check_rollback,
     check_tokenizers,
     dtype_of,
+    find_model,
     find_pair,
     measure_draft,
     model_shape,
@@ -23,6 +25,7 @@ from ..traces.models import (
     suit_threads,
 )
 from .checkpoint import fill_dense, open_checkpoint
+from .ggufs import SUFFIX, find_gguf
 from .loading import Watch, watching
 from .store import HostStore
 from .stores import Choice, build_store, check_choice
@@ -65,9 +68,7 @@ def load_models(
     """
     check_choice(store)
     with quiet():
-        big, small = find_pair(target, draft)
-        if tokenizer is not None:
-            big = replace(big, tokenizer=_tokenizer(tokenizer))
+        big, small = find_pair(target, draft, lambda *asked: _find(*asked, tokenizer=tokenizer))
         shape = model_shape(big.config, big.name, dtype_of(big.config, dtype))
         opened, draft_shape = None, None
         if small is not None:
@@ -86,6 +87,15 @@ def load_models(
     suit_threads(shape, device)
     pair = Pair(model, helper, big.tokenizer, shape, draft_shape, stop_tokens(model))
     return Models(pair, experts, moe_blocks(model), big.place)
+
+
+def _find(flag: str, name: str | Path | None, role: str, tokenizer: str | Path | None) -> Source:
+    """A folder, a hub name or a GGUF file; the target's tokenizer from elsewhere if that is said."""
+    own = tokenizer if role == "target" else None
+    if name is not None and str(name).endswith(SUFFIX):
+        return find_gguf(flag, str(name), tokenizer)  # a file's own may not be readable: one will do for both
+    found = find_model(flag, name, role)
+    return found if own is None else replace(found, tokenizer=_tokenizer(own))
 
 
 def _tokenizer(place: str | Path) -> Any:

@@ -46,9 +46,11 @@ class Packed(Shards):
             self.codes = find(self.shapes, settings)
         except ValueError as error:
             raise InputError(f"{source.flag} {source.name}: {error}") from None
+        self.bits = 4 if method in ("mxfp4", "gptq") else 8
         parts = {part for code in self.codes.values() for part in code.parts}
         self.shapes = {name: shape for name, shape in self.shapes.items() if name not in parts}
         self.shapes |= {name: code.shape for name, code in self.codes.items()}
+        self.stored |= {name: sum(self.stored[p] for p in code.parts) for name, code in self.codes.items()}
 
     def read(self, name: str) -> torch.Tensor:
         code = self.codes.get(name)

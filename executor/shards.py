@@ -1,9 +1,11 @@
 """The safetensors files of a checkpoint, read one tensor at a time and never held mapped for long."""
 
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from huggingface_hub import snapshot_download
@@ -14,22 +16,61 @@ from ..traces.models import Source
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+WIDTH = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I64": 8}  # bytes of a number; others: 1
 MAPPED = 64 * 2**20  # bytes that may have been read of a mapped file before it is let go
+
+
+class Files(Protocol):
+    """A checkpoint: safetensors shards, as they are or decoded, or a GGUF file.
+
+    `shapes`: of all tensors by name; `stored`: bytes that they take in the files. `twice`: names that more than one
+    file has. `bits`: of a number, where the checkpoint says that it is quantised. `expert_types`: ggml's, of experts.
+    `on_read` hears the size of every tensor that is read.
+    """
+
+    folder: Path
+    shapes: dict[str, tuple[int, ...]]
+    stored: dict[str, int]
+    twice: list[str]
+    bits: int | None
+    expert_types: set[str]
+    on_read: Callable[[int], None] | None
+
+    @property
+    def paths(self) -> Sequence[Path]: ...
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor's numbers, possibly a view that keeps a file mapped."""
+        ...
+
+    def blocks(self, name: str, format: str) -> torch.Tensor | None:
+        """Bytes [r, row bytes] of a matrix, if it is in this quantised format already."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Shards:
     """Names, shapes and contents of all tensors of a checkpoint. Raises InputError for files that are not whole.
 
-    `files`: where each tensor lies; `twice`: names that more than one file has; `on_read` hears the size of
-    every tensor that is read.
+    `files`: where each tensor lies.
     """
+
+    bits: int | None = None
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.folder = _folder(source)
         self.files: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.stored: dict[str, int] = {}
         self.twice: list[str] = []
+        self.expert_types: set[str] = set()
         self._open: tuple[Path, safe_open] | None = None
         self._read = 0
         self.on_read: Callable[[int], None] | None = None
@@ -38,11 +79,13 @@ class Shards:
                 for name in shard.keys():  # noqa: SIM118 (not a dict)
                     if name in self.files:
                         self.twice.append(name)
-                    self.files[name] = file
-                    self.shapes[name] = tuple(shard.get_slice(name).get_shape())
+                    header = shard.get_slice(name)
+                    self.files[name], self.shapes[name] = file, tuple(header.get_shape())
+                    self.stored[name] = math.prod(self.shapes[name]) * WIDTH.get(header.get_dtype(), 1)
 
     @property
     def paths(self) -> list[Path]:
+        """All files."""
         return sorted(set(self.files.values()))
 
     @property
@@ -63,7 +106,12 @@ class Shards:
             self.on_read(tensor.nbytes)
         return tensor
 
+    def blocks(self, name: str, format: str) -> torch.Tensor | None:
+        """Safetensors have no blocks of a store's formats."""
+        return None
+
     def close(self) -> None:
+        """Let go of the mapped file, as soon as no view of it is kept."""
         self._open = None
 
     @contextmanager

@@ -23,6 +23,7 @@ from ..traces.schema import ModelShape
 from .checkpoint import Checkpoint
 from .experts import fill_layer, record_of
 from .formats import EXACT, QUANTISED
+from .ggufs import BLOCKS
 from .memory import ROOM, check_memory, free_ram
 from .store import HostStore, Record
 
@@ -52,21 +53,35 @@ def check_choice(choice: Choice) -> None:
 
 def build_store(found: Checkpoint, shape: ModelShape, choice: Choice, device: str) -> HostStore:
     """All experts of `found` as `choice` says. Raises InputError: unfit formats, too little memory or disk."""
-    name = "exact" if choice.format == "auto" else choice.format
+    name = _format(found, choice)
     format = QUANTISED.get(name) or EXACT[shape.dtype]
     record = record_of(found, shape, format)
     layers, experts = len(shape.moe_layers), shape.experts
     total = layers * experts * record.size
     memory = _memory(choice, total, device)
-    kept = memory == "mmap" or not format.exact
+    native = found.files.expert_types and {BLOCKS.get(kind) for kind in found.files.expert_types} == {name}
+    kept = memory == "mmap" or not (format.exact or native)
     if memory != "mmap":
         check_memory("host memory", f"--store-memory {memory}", {f"{name} experts": total}, free_ram(), _advice(shape))
     if kept:
         return _open(_keep(found, record, layers, experts, choice), record, layers, experts, memory)
     store = HostStore(layers, experts, record, memory == "pinned")
-    for layer in range(layers):
-        fill_layer(found, layer, record, store.slab(layer))
+    losses = [fill_layer(found, layer, record, store.slab(layer)).relative for layer in range(layers)]
+    store.losses = () if format.exact else tuple(losses)
     return store
+
+
+def _format(found: Checkpoint, choice: Choice) -> str:
+    """Left to us, it is what the checkpoint has. InputError where that is no format of a store."""
+    types = found.files.expert_types
+    if choice.format != "auto" or types <= {"F32", "F16", "BF16"}:
+        return "exact" if choice.format == "auto" else choice.format
+    if len(types) == 1 and (name := BLOCKS.get(*types)):
+        return name
+    raise InputError(
+        f"{found.source.flag} {found.source.name}: its experts are in {' and '.join(sorted(types))}, which would "
+        "have to be converted; say into what with --store q8 (or q4, exact), or give a file in Q8_0 or Q4_0"
+    )
 
 
 def _memory(choice: Choice, total: int, device: str) -> str:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,6 +59,9 @@ class Source:
     tokenizer: Any
 
 
+Find = Callable[[str, str | Path | None, str], Source]
+
+
 def load_pair(
     target: str | Path | None = None,
     draft: str | Path | None = None,
@@ -96,14 +99,17 @@ def suit_threads(shape: ModelShape, device: str) -> None:
         torch.set_num_threads(1)
 
 
-def find_pair(target: str | Path | None, draft: str | Path | None) -> tuple[Source, Source | None]:
-    """Where both models are, from what the flags say (see `load_pair`)."""
-    big = find_model("--target", target, "target")
+def find_pair(
+    target: str | Path | None, draft: str | Path | None, find: Find | None = None
+) -> tuple[Source, Source | None]:
+    """Where both models are, from what the flags say (see `load_pair`); `find` looks for one, as `find_model` does."""
+    find = find or find_model
+    big = find("--target", target, "target")
     if draft is None and target is None:
-        return big, find_model("--draft", None, "draft")
+        return big, find("--draft", None, "draft")
     if draft is None or str(draft) == "none":
         return big, None
-    return big, find_model("--draft", draft, "draft")
+    return big, find("--draft", draft, "draft")
 
 
 def find_model(flag: str, name: str | Path | None, role: str) -> Source:

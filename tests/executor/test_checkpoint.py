@@ -5,26 +5,15 @@ import shutil
 
 import pytest
 import torch
+from from_host import logits_of, reference_logits
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny_target
-from transformers import AutoModelForCausalLM
 
 from moe_spac.executor.models import load_models
-from moe_spac.executor.moe import attach
 from moe_spac.policies.interface import Key
 from moe_spac.traces.errors import InputError
 
 UP = "model.layers.1.mlp.experts.5.up_proj.weight"
-
-
-class AllFromHost:
-    """Computes every expert from the host store."""
-
-    def __init__(self, store) -> None:
-        self.store = store
-
-    def layer(self, call) -> None:
-        call.compute_on_host(list(call.places), self.store)
 
 
 def load(folder):
@@ -32,19 +21,9 @@ def load(folder):
     return models.pair.target, models.store
 
 
-def logits_of(folder) -> torch.Tensor:
-    models = load_models(folder, "none")
-    attach(models.experts, AllFromHost(models.store))
-    with torch.no_grad():
-        return models.pair.target(torch.arange(40)[None]).logits
-
-
 @pytest.fixture(scope="module")
 def expected(tiny_target):
-    """Logits of transformers' plainest implementation."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_target, experts_implementation="eager")
-    with torch.no_grad():
-        return model(torch.arange(40)[None]).logits
+    return reference_logits(tiny_target)
 
 
 @pytest.fixture
@@ -72,9 +51,9 @@ def fuse(tensors) -> None:
 
 def test_one_by_one_and_fused_experts_give_transformers_logits(folder, expected):
     assert UP in load_file(folder / "model.safetensors")
-    torch.testing.assert_close(logits_of(folder), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits_of(load_models(folder, "none")), expected, rtol=0, atol=1e-6)
     rewrite(folder, fuse)
-    torch.testing.assert_close(logits_of(folder), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits_of(load_models(folder, "none")), expected, rtol=0, atol=1e-6)
 
 
 def test_an_expert_may_lie_in_two_shards(folder, expected):
@@ -88,7 +67,7 @@ def test_an_expert_may_lie_in_two_shards(folder, expected):
     weight_map = {name: file for file, content in shards.items() for name in content}
     assert len({weight_map[f"model.layers.0.mlp.experts.3.{p}_proj.weight"] for p in ("gate", "up", "down")}) == 2
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    torch.testing.assert_close(logits_of(folder), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits_of(load_models(folder, "none")), expected, rtol=0, atol=1e-6)
     (folder / "b.safetensors").unlink()
     with pytest.raises(InputError, match=r"b\.safetensors is not there"):
         load(folder)
