@@ -122,6 +122,10 @@ class Device(Protocol):
 
     def memory(self) -> Memory: ...
 
+    def trouble(self) -> str | None:
+        """What can be seen from here to be wrong with the device, in words, or None."""
+        ...
+
     def pin(self, memory: torch.Tensor, pins: Pins, limit: int | None = None) -> bool:
         """Page-lock host memory from its beginning, until `limit` bytes in all or a refusal; False if less than all."""
         ...
@@ -155,7 +159,7 @@ class Device(Protocol):
     ) -> Ticket:
         """Copy bytes to the device, behind what was sent before and not before `after` has passed.
 
-        begin, ns: when an emulated link takes it up, and for how long.
+        begin, ns: when an emulated link takes it up (0: now), and for how long at least.
         """
         ...
 
@@ -204,6 +208,9 @@ class Emulated:
         total = sys.maxsize if self._vram is None else self._vram
         return Memory(total - self._taken, total, self._taken)
 
+    def trouble(self) -> None:
+        return None
+
     def pin(self, memory: torch.Tensor, pins: Pins, limit: int | None = None) -> bool:
         wanted = _within(memory, pins, limit)
         got = wanted if self._pin_limit is None else min(wanted, self._pin_limit - self._pinned)
@@ -238,6 +245,7 @@ class Emulated:
     def send(
         self, target: torch.Tensor, source: torch.Tensor, pins: Pins, after: Stamp | None, begin: int, ns: int
     ) -> Ticket:
+        begin = begin or perf_counter_ns()
         target.copy_(source)
         return Ticket(begin, max(begin + ns, perf_counter_ns()))
 
@@ -280,6 +288,11 @@ class Cuda:
     def memory(self) -> Memory:
         free, total = torch.cuda.mem_get_info(self.place)
         return Memory(free, total, torch.cuda.memory_reserved(self.place))
+
+    def trouble(self) -> str | None:
+        _, total, taken = self.memory()
+        why = paging(taken, total)
+        return why and f"the driver is paging GPU memory, which makes everything slow: {why}; lower --slots or --vram"
 
     def pin(self, memory: torch.Tensor, pins: Pins, limit: int | None = None) -> bool:
         """Each chunk is registered for itself, because systems refuse large amounts long before they have to."""

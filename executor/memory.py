@@ -9,6 +9,7 @@ import torch
 from ..traces.console import show_size
 from ..traces.errors import InputError
 from ..traces.schema import DraftShape, ModelShape
+from .device import gpu_memory
 
 ROOM = 300 * 2**20  # bytes of host memory left to the interpreter, its libraries and buffers of one tensor
 CHUNK = 512  # tokens of a prompt that go through the model at once
@@ -41,7 +42,7 @@ def _number(path: Path) -> int | None:
 
 def free_vram(device: str) -> int:
     """Bytes of GPU memory that are free now."""
-    return torch.cuda.mem_get_info(device)[0]
+    return gpu_memory(device)[0]
 
 
 def prefill_reserve(shape: ModelShape, draft: DraftShape | None, context: int = CONTEXT) -> dict[str, int]:
