@@ -18,7 +18,9 @@ DEFAULT_FRACTION = 0.25  # of the experts in slots, where nothing else is said
 DEFAULT_DRAFT_LENGTH = 4
 DEFAULT_MACHINE = "rtx4090-pcie4"  # of the virtual clock
 
-Target = Annotated[str | None, typer.Option(help="Folder or Hugging Face name. Default: the embedded pair.")]
+Target = Annotated[
+    str | None, typer.Option(help="Folder, Hugging Face name or .gguf file. Default: the embedded pair.")
+]
 Draft = Annotated[str | None, typer.Option(help="The same for the draft; none decodes without one.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (as saved).")]
 Device = Annotated[str | None, typer.Option(help="cpu (the GPU is emulated) or cuda. Default: cuda if there is one.")]
@@ -36,10 +38,12 @@ DraftLength = Annotated[
 ]
 AllowLossy = Annotated[bool, typer.Option("--allow-lossy", help="Also run a policy that changes the model's output.")]
 StoreFormat = Annotated[
-    str, typer.Option("--store", help="Experts in host memory: exact, q8_0, q4_0 … Default: auto, as they are read.")
+    str, typer.Option("--store", help="Experts in host memory: exact, q8 or q4. Default: as they are read.")
 ]
-StoreMemory = Annotated[str, typer.Option(help="Where that is: ram, pinned, mmap or auto.")]
-StoreFolder = Annotated[Path | None, typer.Option(metavar="DIR", help="Of stores that are kept. Default: the cache.")]
+StoreMemory = Annotated[str, typer.Option(help="Where: ram, pinned, or mmap (a file). Default: what fits.")]
+StoreFolder = Annotated[
+    Path | None, typer.Option("--store-cache", metavar="DIR", help="Of stores kept on disk. Default: the user's cache.")
+]
 Tokenizer = Annotated[str | None, typer.Option(help="A folder or name to take it from. Default: the target's.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
@@ -70,9 +74,9 @@ def source_of(prompt: str | None, source: str | None) -> str:
 
 
 def default_device() -> str:
-    import torch
+    from .device import has_gpu
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if has_gpu() else "cpu"
 
 
 def link_of(bandwidth: str, latency: str):

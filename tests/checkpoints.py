@@ -22,7 +22,7 @@ def _rewrite(folder: Path, to: Path, tensors, settings=None) -> Path:
 
 
 def save_fp8(folder: Path, to: Path, block: tuple[int, int]) -> tuple[Path, Path]:
-    """The model with its projections in FP8 by blocks, and the plain model that this stands for, in bfloat16."""
+    """The model with its projections in FP8 by blocks, and the plain model that this stands for."""
     import torch
     from safetensors.torch import load_file
 
@@ -41,7 +41,7 @@ def save_fp8(folder: Path, to: Path, block: tuple[int, int]) -> tuple[Path, Path
                 bytes_[at] = (weight[at] / scale[i, j]).to(torch.float8_e4m3fn)
                 numbers[at] = bytes_[at].float() * scale[i, j]
         coded[name], coded[name + "_scale_inv"] = bytes_, scale
-        plain[name] = numbers.bfloat16()
+        plain[name] = numbers
     settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(block)}
     return _rewrite(folder, to / "fp8", coded, settings), _rewrite(folder, to / "plain", plain)
 
@@ -67,7 +67,7 @@ def save_gptq(folder: Path, to: Path, group: int, experts: bool = True) -> tuple
         coded[f"{base}.qweight"] = _eight(quants)
         coded[f"{base}.qzeros"] = _eight((zero - 1).T).T.contiguous()
         coded[f"{base}.scales"], coded[f"{base}.g_idx"] = scale, of
-        plain[name] = ((quants - zero[of]) * scale[of].float()).T.contiguous().bfloat16()
+        plain[name] = ((quants - zero[of]) * scale[of].float()).T.contiguous()
     settings = {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": False}
     return _rewrite(folder, to / "gptq", coded, settings), _rewrite(folder, to / "plain", plain)
 
