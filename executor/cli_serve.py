@@ -1,6 +1,5 @@
 """`spac-exec serve`: an OpenAI-compatible server."""
 
-import gc
 import ipaddress
 import os
 import signal
@@ -137,7 +136,7 @@ def check_remote_policy(name: str, opening: "Opening") -> None:
     """A request may name a policy that is installed here, with parameters; no file, whose code would be run."""
     if "/" in name or "\\" in name or ".py" in name or name.endswith(".toml"):
         raise InputError("--policy: a request may name an installed policy, not a file")
-    opening.check_policy(name)
+    opening.checked_policy(name)
 
 
 def tell_address(sock: socket.socket, json: bool) -> None:
@@ -159,7 +158,7 @@ def run_server(opening: "Opening", rules: "Rules", places: int, sock: socket.soc
     def failed() -> None:
         server.should_exit = True
 
-    worker = Worker(opening.open, opening.policy, opening.policy_object, places, failed)
+    worker = Worker(opening.open, opening.policy, opening.checked_policy, places, failed)
     server = serving(worker, rules)
     signal.signal(signal.SIGTERM, _terminated)  # uvicorn raises its signals again when it has ended
     try:
@@ -171,7 +170,6 @@ def run_server(opening: "Opening", rules: "Rules", places: int, sock: socket.soc
         sock.close()
         if not worker.close(CLOSE_SECONDS):
             _leave(worker)
-        gc.freeze()  # or the interpreter's last collection walks for seconds through all that torch has made
 
 
 def _terminated(number: int, frame: Any) -> None:

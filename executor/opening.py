@@ -43,19 +43,18 @@ class Opening:
 
     def check(self) -> None:
         """Raise InputError for what can be told before a model is loaded."""
-        self.check_policy(self.policy)
+        self.checked_policy(self.policy)
         if self.vram:
             parse_size(self.vram, "--vram")
 
-    def check_policy(self, spec: str) -> None:
+    def checked_policy(self, spec: str) -> Policy:
+        """The policy that `spec` names. Raises InputError for one that cannot or may not run."""
         policy, _ = policy_of(spec)
         if policy.clairvoyant:
             raise InputError(f"--policy {spec}: it has to know the future, so it cannot run live; use it in spac-sim")
         if not (policy.lossless or self.allow_lossy):
             raise InputError(f"--policy {spec}: this policy changes the model's output; run it with --allow-lossy")
-
-    def policy_object(self, spec: str) -> Policy:
-        return policy_of(spec)[0]
+        return policy
 
     def open(self, tell: Callable[[str, int, int], None] | None = None) -> Session:
         """Load the pair and make the session. `tell`: what is being done, how far it is, and of how much (bytes)."""
