@@ -8,6 +8,7 @@ from .cli_fit import fit
 from .cli_machines import machines
 from .cli_metrics import metrics
 from .cli_planning import planning
+from .cli_plot import plot
 from .cli_policies import policies
 from .cli_run import run
 from .cli_signs import signs
@@ -23,6 +24,7 @@ app = typer.Typer(
 
 app.command("run")(run)
 app.command("sweep")(sweep)
+app.command("plot")(plot)
 app.command("ablate")(ablate)
 app.command("fit")(fit)
 app.command("validate")(validate)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 DEFAULT_POLICIES = ("ar-lru", "hybrimoe", "moe-spac", "static")
 DEFAULT_MACHINE = "rtx4090-pcie4"
 
+FIGURES = ("speed", "slots", "time", "lengths")  # that every run draws; the others are for spac-sim plot
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -218,17 +220,12 @@ def progress_bar(what: str, steps: int) -> Iterator[Callable[[int], None] | None
 
 
 def write(folder: Path, job: "Job", name: str, outcomes: "Sequence[Outcome]", command: str, plots: bool) -> list[Path]:
-    from .report import provenance, write_run
-
-    layers = len(job.source.trace.header.target.moe_layers)
+    from .report import write_run
 
     def draw(where: Path) -> None:
-        from .plots import draw_all
+        from .plots import draw_folder
 
-        cost = f"drafts by {job.source.draft.name}" if job.source.draft else "drafting free"
-        assumed = f", assumed acceptance {job.source.acceptance:g}, {cost}" if job.source.window else ""
-        origin = f"{provenance(job.source.trace.header, name)}{assumed}; machine {job.machine.name}"
-        draw_all(where, outcomes, layers, origin)
+        draw_folder(where, only=FIGURES)
 
     return write_run(folder, job, name, outcomes, command, draw if plots else None)
 
@@ -272,6 +269,7 @@ def told(folder: Path, written: Sequence[Path], plots: bool, saved: str | None, 
     said = [f"{folder}: {', '.join(p.name for p in written)}"]
     if plots and sizes == 1:
         said.append("give several sizes, as in --slots 6,10,16, for the plot against slots")
+    said.append(f"more figures: spac-sim plot {folder}; a page that says what would help: spac-sim report {folder}")
     return said + ([saved] if saved else [])
 
 

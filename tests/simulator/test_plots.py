@@ -1,97 +1,287 @@
+import json
+import shutil
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from itertools import pairwise
 
+import matplotlib
 import numpy as np
+import pyarrow.parquet
 import pytest
-from speculated import BROKEN, speculated
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.collections import QuadMesh
+from matplotlib.patches import Rectangle
+from matplotlib.text import Text
+from result_folders import call, make_folders
 
-from moe_spac.simulator.compare import AR, SD, Job, Source, cases_for, loads_for, run_cases
-from moe_spac.simulator.machine import load_machine
-from moe_spac.simulator.plots import against_slots, draw_all, lengths, panel_sizes, speed, time
-
-ORIGIN = "t: recorded trace of tiny; machine rtx4090-pcie4"
+from moe_spac.simulator.plot_style import COLUMN, NothingToShow, apart, panel_sizes
+from moe_spac.simulator.plots import ACROSS, FIGURES, NAMES, draw_folder
+from moe_spac.simulator.plots_drafts import against_acceptance, by_draft_length
+from moe_spac.simulator.plots_maps import by_machine, memory_against_speed, pareto, residency
+from moe_spac.simulator.plots_speed import against_slots, by_policy, time_of_a_token
+from moe_spac.simulator.results import read_slices, speed
+from moe_spac.simulator.verdict import speedup
+from moe_spac.traces.errors import InputError
+from moe_spac.traces.schema import Provenance
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    mine = tmp_path_factory.mktemp("plots") / "mine.py"
-    mine.write_text(BROKEN)
-    source = Source(speculated(5))
-    job = Job(source, load_machine("rtx4090-pcie4"), loads_for(source, [SD, AR]), bounded=True)
-    found = run_cases(job, cases_for(["ar-lru", f"{mine}:Broken", "static"], [4, 8], [SD, AR]))
-    return [replace(o, policy="broken") if "Broken" in o.policy else o for o in found]
+def folder(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        where = tmp_path_factory.mktemp("results")
+        patch.chdir(where)
+        make_folders(where)
+        yield where
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    (part,) = read_slices(folder / "run")
+    return part
+
+
+@pytest.fixture(scope="module")
+def sweep(folder):
+    return read_slices(folder / "sweep")
 
 
 def texts(figure) -> str:
-    """All that can be read in a figure."""
-    from matplotlib.text import Text
-
-    return "\n".join(t.get_text() for t in figure.findobj(Text))
+    """All that can be read in a figure, line breaks apart."""
+    return " ".join(t.get_text().replace("\n", " ") for t in figure.findobj(Text))
 
 
-def test_all_plots_are_written_as_png_and_svg_without_a_display_o46(outcomes, tmp_path, monkeypatch):
-    monkeypatch.delenv("DISPLAY", raising=False)
-    draw_all(tmp_path, outcomes, 2, ORIGIN)
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
-        f"{n}.{s}" for n in ("speed", "slots", "time") for s in ("png", "svg")
-    )
-    for path in tmp_path.glob("*.png"):
-        assert path.read_bytes().startswith(b"\x89PNG")
-    for path in tmp_path.glob("*.svg"):
-        assert ElementTree.parse(path).getroot().tag.endswith("svg")
+def xs(line) -> list[float]:
+    return np.asarray(line.get_xdata(), float).tolist()
+
+
+def ys(line) -> list[float]:
+    return np.asarray(line.get_ydata(), float).tolist()
 
 
 def bars(axes):
-    from matplotlib.patches import Rectangle
-
     return [p for p in axes.patches if isinstance(p, Rectangle)]
 
 
-@pytest.mark.parametrize("draw", [speed, against_slots, time])
-def test_a_plot_names_its_data_its_units_and_what_failed(draw, outcomes):
-    figure = draw(outcomes, 2, ORIGIN)
+def test_every_figure_of_a_run_as_png_and_svg_without_a_display_o46(folder, tmp_path, monkeypatch):
+    monkeypatch.delenv("DISPLAY", raising=False)
+    drawn = {d.figure: d for d in draw_folder(folder / "run", tmp_path)}
+    assert list(drawn) == list(NAMES)
+    assert [d.figure for d in drawn.values() if not d.files] == ["machines"]
+    assert "only one machine" in drawn["machines"].why_not
+    for name in set(NAMES) - {"machines"}:
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        root = ElementTree.parse(tmp_path / f"{name}.svg").getroot()
+        assert root.tag.endswith("svg")
+        assert float(root.attrib["width"].removesuffix("pt")) == pytest.approx(72 * COLUMN, abs=0.1)
+
+
+@pytest.mark.parametrize("name", [*FIGURES, "pareto"])
+def test_a_figure_names_its_data_and_what_failed(name, run):
+    """A policy that failed in every run stands in the pictures of policies, and breaks none."""
+    figure = FIGURES[name](run) if name in FIGURES else ACROSS[name]([run])
     seen = texts(figure)
-    assert "recorded trace of tiny; machine rtx4090-pcie4" in seen
-    assert "imulated" in seen
-    assert "tokens/s" in seen or "ms per output token" in seen
-    assert "failed" in seen
-    assert "min (ref)" in seen
-    assert "fluid bound" in seen or draw is time
-    assert figure.legends
+    assert "t: recorded trace of tiny; simulated rtx4090-pcie4; moe-spac 0.1.0" in seen
+    if name in ("speed", "slots", "time"):
+        assert "failed" in seen
+        assert "min (ref)" in seen
+    unit = {"speed": "tokens/s", "slots": "tokens/s", "time": "ms per output token", "acceptance": "speed-up over",
+            "lengths": "tokens/s", "residency": "share of the time", "pareto": "GiB"}  # fmt: skip
+    assert unit[name] in seen
+    smallest = min(float(t.get_fontsize()) for t in figure.findobj(Text) if t.get_text().strip())
+    assert smallest >= 5.5
 
 
-def test_bars_are_as_long_as_the_numbers(outcomes):
-    figure = speed(outcomes, 2, ORIGIN)
-    lengths = sorted(bar.get_width() for axes in figure.axes for bar in bars(axes))
-    assert lengths == pytest.approx(sorted(o.speed for o in outcomes if not o.failed))
+def test_synthetic_data_say_so_in_the_title(run):
+    made_up = replace(run, header=replace(run.header, provenance=Provenance.SYNTHETIC))
+    assert "SYNTHETIC: Decode speed" in texts(by_policy(made_up))
+    assert "SYNTHETIC: Against" in texts(against_slots(made_up))
+    assert "SYNTHETIC" not in texts(by_policy(run)) + texts(against_slots(run))
+
+
+def test_bars_are_as_long_as_the_numbers(run):
+    widths = sorted(bar.get_width() for axes in by_policy(run).axes for bar in bars(axes))
+    assert widths == pytest.approx(sorted(speed(r) for r in run.main if speed(r)))
+    figure = time_of_a_token(run)
     ends = {}
-    figure = time([o for o in outcomes if o.size == 8], 2, ORIGIN)
-    for bar in bars(figure.axes[0]):
-        row = round(bar.get_y(), 2)
-        ends[row] = max(ends.get(row, 0), bar.get_x() + bar.get_width())
-    wanted = [o.metrics["tpot_ms_mean"] for o in outcomes if o.size == 8 and not o.failed]
-    assert sorted(ends.values()) == pytest.approx(sorted(wanted))
+    for panel, axes in enumerate(figure.axes):
+        for bar in bars(axes):
+            row = panel, round(bar.get_y(), 2)
+            ends[row] = max(ends.get(row, 0), bar.get_x() + bar.get_width())
+    assert sorted(ends.values()) == pytest.approx(sorted(r["tpot_ms_mean"] for r in run.main if speed(r)))
 
 
-def test_lines_can_be_told_apart_in_grey(outcomes):
-    lines = against_slots(outcomes, 2, ORIGIN).axes[0].lines
-    assert (
-        len({(line.get_marker(), line.get_linestyle()) for line in lines}) == len(lines) == 5
-    )  # four policies and the bound
+def test_bounds_are_lines_that_no_bar_crosses(run):
+    for axes, size in zip(by_policy(run).axes, run.sizes, strict=True):
+        limits = {r["fluid_bound_tokens_per_s"] for r in run.at(size) if speed(r)}
+        lines = [xs(line)[0] for line in axes.lines]
+        assert sorted(lines) == pytest.approx(sorted(limits))
+        assert max(bar.get_width() for bar in bars(axes)) <= max(lines)
 
 
-def test_speed_by_draft_length(outcomes, tmp_path):
-    """Cut runs stand in their own plot only; plain decoding is length 0, the recorded length is 3."""
-    cut = [
-        replace(o, cut=True, draft_length=n) for o in outcomes if (o.policy, o.mode) == ("static", SD) for n in (1, 6)
-    ]
-    figure = lengths([*outcomes, *cut], 2, ORIGIN)
-    assert [np.asarray(line.get_xdata()).tolist() for axes in figure.axes for line in axes.lines] == [[0, 1, 3, 6]] * 2
-    assert "draft length K" in texts(figure)
-    draw_all(tmp_path, [o for o in [*outcomes, *cut] if o.size == 8 and o.policy == "static"], 2, ORIGIN)
-    assert sorted(p.name for p in tmp_path.glob("*.png")) == ["lengths.png", "speed.png", "time.png"]
+def test_lines_against_slots_are_the_numbers_and_can_be_told_apart_in_grey(run):
+    figure = against_slots(run)
+    top, hits, moved = figure.axes[:3]
+    lines = {str(line.get_label()): line for line in top.lines if len(xs(line))}
+    assert set(lines) == {"ar-lru", "static", "min (ref)", "bound"}
+    assert len({(line.get_marker(), line.get_linestyle()) for line in lines.values()}) == 4
+    mine = [r for r in run.main if r["policy"] == "ar-lru" and r["mode"] == "sd"]
+    assert xs(lines["ar-lru"]) == [3, 4, 6]
+    assert ys(lines["ar-lru"]) == [r["tokens_per_s"] for r in mine]
+    assert ys(hits.lines[0]) == [r["hit_rate_unique"] for r in mine]
+    assert ys(moved.lines[0]) == pytest.approx([r["h2d_bytes_per_token"] / 1e9 for r in mine])
+    figure.draw_without_rendering()  # the second axis follows the first when it is drawn
+    ticks = top.child_axes[0].get_xlim()
+    assert ticks == pytest.approx([x * 2 * 10**6 / 2**30 for x in top.get_xlim()])
 
 
-def test_many_sizes_are_shown_by_three(outcomes):
-    many = [replace(outcomes[0], size=n) for n in (4, 16, 8, 6, 12)]
-    assert panel_sizes(many) == [4, 8, 16]
+def test_the_acceptance_curve_goes_through_the_trace_and_breaks_even_where_the_verdict_says(run):
+    """Against the speed-up formula, from the metrics and not from the verdict."""
+    size = run.winner()["size"]
+    (axes,) = against_acceptance(run).axes
+    lines = {str(line.get_label()): line for line in axes.lines if not str(line.get_label()).startswith("_")}
+    for policy in ("ar-lru", "static"):
+        sd, ar = (next(r for r in run.at(size) if (r["policy"], r["mode"]) == (policy, m)) for m in ("sd", "ar"))
+        wanted = [speedup(a, sd["drafted_per_verify"], sd["verify_ms_mean"], 0, ar["step_ms_mean"])
+                  for a in xs(lines[policy])]  # fmt: skip
+        assert ys(lines[policy]) == pytest.approx(wanted)
+    marks = [line for line in axes.lines if line.get_label() == "_trace"]
+    for mark, policy in zip(marks, lines, strict=True):
+        at, gain = float(xs(mark)[0]), float(ys(mark)[0])
+        assert gain == pytest.approx(np.interp(at, xs(lines[policy]), ys(lines[policy])), rel=1e-3)
+
+
+def test_speed_by_draft_length(run):
+    """Recorded 3, cut to 1 and 2, plain decoding 0; the best of each policy is ringed."""
+    figure = by_draft_length(run)
+    assert len(figure.axes) == 3
+    for axes, size in zip(figure.axes, run.sizes, strict=True):
+        lines = {str(line.get_label()): line for line in axes.lines if line.get_label() != "_best"}
+        assert set(lines) == {"ar-lru", "static"}
+        for name, line in lines.items():
+            assert xs(line) == [0, 1, 2, 3]
+            assert ys(line) == [speed(run.by_length(name, size)[n]) for n in range(4)]
+        rings = sorted(ys(line)[0] for line in axes.lines if line.get_label() == "_best")
+        assert rings == sorted(max(ys(line)) for line in lines.values())
+
+
+def test_the_heat_map_is_the_record_sorted_by_need(run, folder):
+    best = run.winner()
+    figure = residency(run)
+    table = pyarrow.parquet.read_table(folder / "run" / "residency.parquet").to_pandas()
+    mine = table[(table["slots"] == best["slots"]) & (table["mode"] == best["mode"])]
+    for axes in [a for a in figure.axes if a.images]:
+        policy = axes.get_title(loc="left").split(",")[0].removesuffix(" (ref)")
+        for layer, shown in enumerate(np.asarray(axes.images[0].get_array())):
+            rows = mine[(mine["policy"] == policy) & (mine["layer"] == layer)]
+            rows = rows.sort_values(["needed", "expert"], ascending=[False, True])
+            assert shown.tolist() == pytest.approx(rows["resident"].tolist())
+    assert not figure.findobj(QuadMesh) or figure.axes[-1] is not None
+
+
+def test_policies_by_machines(sweep):
+    figure = by_machine(sweep)
+    axes = figure.axes[0]
+    machines = [t.get_text() for t in axes.get_xticklabels()]
+    policies = [t.get_text() for t in axes.get_yticklabels()]
+    assert machines == ["rtx4090-pcie4", "rtx4060-laptop"]
+    cells = {t.get_position(): t.get_text() for t in axes.texts}
+    for y, policy in enumerate(policies):
+        for x, part in enumerate(sweep):
+            best = max(speed(r) for r in part.rows if r["policy"] == policy and r["size"] == part.sizes[1])
+            assert cells[x, y] == (f"{best:.1f}" if best else "failed")
+    assert policies[-1] == "mine.py:Broken"
+    for part in sweep:
+        assert part.machine.name in texts(figure)
+
+
+def test_memory_against_speed(run, sweep):
+    rows = [r for r in run.rows if speed(r) and not r["reference"]]
+    front = pareto(rows)
+    for row in rows:  # by the definition
+        beaten = any(o["vram_bytes"] <= row["vram_bytes"] and speed(o) >= speed(row) and o is not row for o in rows)
+        assert (row in front) or beaten
+    for a, b in pairwise(front):
+        assert a["vram_bytes"] < b["vram_bytes"]
+        assert speed(a) < speed(b)
+    assert "rtx4060-laptop" in texts(memory_against_speed(sweep))
+
+
+def test_a_sweep_gets_a_folder_for_each_machine(folder, tmp_path):
+    drawn = draw_folder(folder / "sweep", tmp_path, only=["speed", "machines", "residency"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["machines.png", "machines.svg", "t-rtx4060-laptop",
+                                                        "t-rtx4090-pcie4"]  # fmt: skip
+    assert {d.why_not for d in drawn if d.figure == "residency"} == {
+        "the folder does not say who was resident (residency.parquet); sweeps keep no such record"
+    }
+
+
+def test_columns_are_found_by_name_and_those_that_lack_are_left_out_o46(folder, tmp_path):
+    shutil.copytree(folder / "sweep", tmp_path / "s")
+    table = pyarrow.parquet.read_table(tmp_path / "s" / "sweep.parquet")
+    names = [n for n in reversed(table.column_names) if n != "vram_bytes"]
+    pyarrow.parquet.write_table(table.select(names), tmp_path / "s" / "sweep.parquet")
+    drawn = {d.figure: d for d in draw_folder(tmp_path / "s", tmp_path / "out", only=["machines", "pareto"])}
+    assert drawn["machines"].files
+    assert "vram_bytes" in drawn["pareto"].why_not
+
+
+def test_nothing_but_failures_is_said_and_not_drawn(run):
+    bad = [{**r, "status": "failed: policy x"} for r in run.rows]
+    for draw in FIGURES.values():
+        with pytest.raises(NothingToShow):
+            draw(replace(run, rows=bad))
+
+
+def test_the_same_data_give_the_same_bytes(folder, tmp_path):
+    for out in ("a", "b"):
+        draw_folder(folder / "run", tmp_path / out, only=["acceptance"])
+    for suffix in ("png", "svg"):
+        assert len({(tmp_path / out / f"acceptance.{suffix}").read_bytes() for out in ("a", "b")}) == 1
+
+
+def test_our_style_is_not_the_callers_business(run):
+    before = dict(matplotlib.rcParams)
+    by_policy(run)
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_many_sizes_are_shown_by_three(run):
+    rows = [{**run.main[0], "size": f"{n} a layer", "slots": 2 * n} for n in (4, 16, 8, 6, 12)]
+    assert panel_sizes(replace(run, rows=rows)) == ["4 a layer", "8 a layer", "16 a layer"]
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(-0.5, 0.5)), min_size=1, max_size=6))
+def test_labels_are_apart_and_as_near_as_can_be(pairs):
+    """No other places that are apart come nearer in squares."""
+    wishes, others = sorted(w for w, _ in pairs), []
+    found = apart(wishes, 0.1)
+    assert all(b - a >= 0.1 - 1e-9 for a, b in pairwise(found))
+    for place, (_, moved) in zip(found, pairs, strict=True):
+        others.append(max(place + moved, others[-1] + 0.1) if others else place + moved)
+
+    def cost(places):
+        return sum((p - w) ** 2 for p, w in zip(places, wishes, strict=True))
+
+    assert cost(found) <= cost(others) + 1e-9
+
+
+def test_the_command(folder, tmp_path, capsys):
+    assert call("plot", "run", "-o", str(tmp_path / "p"), "--only", "speed", "--only", "machines") == 0
+    said = capsys.readouterr().out
+    assert f"{tmp_path / 'p'}: speed (.png and .svg)" in said.replace("\n", "")
+    assert "only one machine" in said
+    assert call("plot", "sweep", "-o", str(tmp_path / "q"), "--only", "pareto", "--json") == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert [f.rsplit("/")[-1] for f in row["files"]] == ["pareto.png", "pareto.svg"]
+    assert call("plot", "run", "--only", "nosuch") == 2
+    assert "--only nosuch: no such figure; there are speed" in capsys.readouterr().err
+
+
+def test_what_is_no_folder_of_results_is_one_line(folder, tmp_path, capsys):
+    for bad, word in ((tmp_path, "neither run.json"), (tmp_path / "absent", "there is no such folder")):
+        assert call("plot", str(bad)) == 2
+        assert word in capsys.readouterr().err
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(InputError, match="cannot be read as a run"):
+        read_slices(tmp_path)
