@@ -31,7 +31,8 @@ class CachedModel:
 
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens. Called with 0 too: sliding windows trim what they kept for a rollback."""
-        self.cache.crop(-count)
+        if self.length:  # an empty sliding window cannot be cropped
+            self.cache.crop(-count)
         self.length -= count
 
     def expect_crops(self) -> None:

@@ -15,13 +15,20 @@ import numpy as np
 import torch
 
 from .cached import Cached, open_cached, reads_in_parts
+from .draft_length import LengthChooser
+from .drafting import Draft, ModelDraft, Ngram, Proposal, Round
 from .errors import InputError
+from .sampling import distribution, judge_greedy, judge_sampled
 from .schema import Kind
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to generate. `temperature` 0 is greedy, `stop_tokens` end a turn, `prefill_chunk` bounds a prompt forward."""
+    """How to generate. `temperature` 0 is greedy, `stop_tokens` end a turn, `prefill_chunk` bounds a prompt forward.
+
+    With `adaptive`, `draft_length` is the longest, and `LengthChooser` says how many tokens are drafted. It goes by the
+    clock, so two runs draft alike only by chance: greedy text is the same all the same, sampled text is not.
+    """
 
     max_new_tokens: int = 64
     draft_length: int = 4
@@ -30,6 +37,7 @@ class Options:
     seed: int = 0
     stop_tokens: tuple[int, ...] = ()
     prefill_chunk: int = 512
+    adaptive: bool = False
 
 
 class Observer:
@@ -105,87 +113,51 @@ class Generation:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + perf_counter() - since
 
 
-def distribution(logits: torch.Tensor, temperature: float, top_p: float = 1.0) -> torch.Tensor:
-    """Sampling distribution [..., V] float64 on the CPU: softmax at `temperature`, then the smallest set of top tokens
-    with at least `top_p` of the mass, renormalised. Target and draft must go through the same."""
-    probs = (logits.double() / temperature).softmax(-1).cpu()
-    if top_p >= 1.0:
-        return probs
-    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    ordered[ordered.cumsum(-1) - ordered >= top_p] = 0.0
-    kept = torch.zeros_like(probs).scatter_(-1, order, ordered)
-    return kept / kept.sum(-1, keepdim=True)
-
-
-def draw(probs: torch.Tensor, rng: torch.Generator) -> int:
-    return int(torch.multinomial(probs, 1, generator=rng))
-
-
-def judge_sampled(p: torch.Tensor, q: torch.Tensor, drafts: Sequence[int], rng: torch.Generator) -> tuple[int, int]:
-    """How many of n drafts to keep, and the token that follows them.
-
-    p: [n+1, V] target and q: [n, V] draft distributions, row by row; `drafts` were drawn from q. Draft x is kept with
-    probability min(1, p(x)/q(x)); the first one refused is replaced by a draw from max(0, p - q), renormalised; so
-    every token follows p (arXiv 2211.17192, algorithm 1 and appendix A.1).
-    """
-    for row, token in enumerate(drafts):
-        chance = p[row, token] / q[row, token]
-        if torch.rand(1, generator=rng, dtype=torch.float64) < chance:
-            continue
-        rest = (p[row] - q[row]).clamp(min=0.0)
-        return row, draw(rest if rest.sum() > 0 else p[row], rng)
-    return len(drafts), draw(p[len(drafts)], rng)
-
-
-def judge_greedy(choices: Sequence[int], drafts: Sequence[int]) -> tuple[int, int]:
-    """How many drafts equal the target's own n+1 `choices`, and the choice that follows them."""
-    for row, token in enumerate(drafts):
-        if choices[row] != token:
-            return row, choices[row]
-    return len(drafts), choices[len(drafts)]
-
-
-@dataclass(slots=True)
-class Proposal:
-    """Drafted tokens, the draft's probability of each, and in sampled mode the laws [V] they were drawn from."""
-
-    tokens: list[int] = field(default_factory=list)
-    sure: list[float] = field(default_factory=list)
-    laws: list[torch.Tensor] = field(default_factory=list)
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two texts have in common from their beginning."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 class Speculation:
-    """One sequence: its text, and both models' caches. `generate` may be called again for the next turn.
+    """One sequence: its text, and what target and draft keep of it. `generate` may be called again for the next turn.
 
-    Raises InputError where a draft is given and one of the two caches cannot be rolled back (recurrent layers).
+    `draft` is a model, an `Ngram`, or None. Raises InputError where a draft is given and a cache cannot be rolled back
+    (recurrent layers).
     """
 
     def __init__(self, target: Any, draft: Any | None, options: Options, observer: Observer | None = None) -> None:
-        models = [target] if draft is None else [target, draft]
+        models: list[Any] = [model for model in (target, draft) if hasattr(model, "config")]
         # Padding rows of a vocabulary differ between models of one family; no real token is among them.
-        vocab = min(m.config.get_text_config().vocab_size for m in models)
-        self.target = open_cached(target, vocab)
-        self.draft = None if draft is None else open_cached(draft, vocab)
-        self.options = options
-        self.observer = observer or Observer()
+        self.vocab = min(m.config.get_text_config().vocab_size for m in models)
+        self.target = open_cached(target, self.vocab)
+        self._source = draft
+        self.draft = self._open_draft()
         self.text: list[int] = []
-        self._rng = torch.Generator().manual_seed(options.seed)
-        if self.draft is not None:
-            for role, model in (("target", self.target), ("draft", self.draft)):
-                if not model.can_crop:
+        self.chooser: LengthChooser | None = None
+        self._set(options, observer or Observer())
+        if draft is not None:
+            caches = [self.target, self.draft.cached] if isinstance(self.draft, ModelDraft) else [self.target]
+            for role, cached in zip(("target", "draft"), caches, strict=False):
+                if not cached.can_crop:
                     raise InputError(
-                        f"--draft: the {role} ({type(model.model).__name__}) has layers whose state cannot be rolled "
+                        f"--draft: the {role} ({type(cached.model).__name__}) has layers whose state cannot be rolled "
                         "back after a rejected draft; use --draft none"
                     )
 
+    def _open_draft(self) -> Draft | None:
+        if self._source is None or isinstance(self._source, Ngram):
+            return None if self._source is None else self._source.open(self.vocab)
+        return ModelDraft(open_cached(self._source, self.vocab))
+
+    def _set(self, options: Options, observer: Observer) -> None:
+        self.options, self.observer = options, observer
+        self._rng = torch.Generator().manual_seed(options.seed)
+        if not options.adaptive:
+            self.chooser = None
+        elif self.chooser is None or self.chooser.longest != options.draft_length:
+            self.chooser = LengthChooser(options.draft_length)
+
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int]) -> Generation:
-        """Append `prompt` to the text and generate until a stop token, `max_new_tokens`, or the observer's stop."""
+        """Append `prompt` to the text and generate until a stop token, `max_new_tokens`, or the observer's stop.
+
+        The observer's `step_ends` is told the new tokens as they come, for whoever streams them.
+        """
         self.text += prompt
         if not self.text:
             raise InputError("the prompt has no tokens; give at least one")
@@ -193,12 +165,12 @@ class Speculation:
         result = Generation()
         if self._prefill(result) and self.draft is not None:
             self.target.expect_crops()
-            self.draft.expect_crops()
+            self.draft.ready()
         while len(result.tokens) < self.options.max_new_tokens and not result.interrupted:
             proposed = self._propose(result)
             if result.interrupted:
-                if self.draft is not None:  # it has read its own proposals, which nobody will judge
-                    self.draft.crop(max(0, self.draft.length - (len(self.text) - 1)))
+                if self.draft is not None:
+                    self.draft.keep(len(self.text) - 1)  # nobody will judge its proposals
                 break
             self._step(result, proposed)
             if result.tokens[-1] in self.options.stop_tokens:
@@ -217,25 +189,20 @@ class Speculation:
         """
         if not text:
             raise InputError("the prompt has no tokens; give at least one")
-        common = _common(text, self.text)
+        length = min(_common(text, self.text), len(text) - 1)
+        if isinstance(self.draft, ModelDraft) and not _can_keep(self.draft.cached, length):
+            self.draft = self._open_draft()
+        if not _can_keep(self.target, length):
+            self.target = open_cached(self.target.model, self.vocab)
         if self.draft is not None:
-            self.draft = self._cut(self.draft, min(common, len(text) - 1))
-        self.target = self._cut(self.target, min(common, len(text) - 1))
+            self.draft.keep(length)
+        if self.target.length > length:
+            self.target.crop(self.target.length - length)
         self.text = list(text)
         if options is not None:
-            self.options = options
-            self._rng = torch.Generator().manual_seed(options.seed)
+            self._set(options, observer or self.observer)
         self.observer = observer or self.observer
         return self.target.length
-
-    def _cut(self, cached: Cached, length: int) -> Cached:
-        """The cache with at most `length` tokens, or an empty one."""
-        surplus = max(0, cached.length - length)
-        if not cached.can_forget(surplus):
-            return open_cached(cached.model, cached.vocab)
-        if surplus:
-            cached.crop(surplus)
-        return cached
 
     def _check_parts(self) -> None:
         """Raise InputError where the text has to be read in parts and a recurrent target would lose its state."""
@@ -271,57 +238,20 @@ class Speculation:
         self.observer.step_begins(kind, np.array(ids, dtype=np.int32), positions, drafted)
 
     def _propose(self, result: Generation) -> Proposal:
-        """Draft up to K tokens.
-
-        A stop token is not proposed, for nothing after it could be kept: drafting ends there, and the distribution
-        leaves it out.
-        """
-        room = self.options.max_new_tokens - len(result.tokens) - 1
-        planned = min(self.options.draft_length, room) if self.draft is not None else 0
+        """Draft as many tokens as options, observer and chooser all agree to, and as may still be written."""
+        options, room = self.options, self.options.max_new_tokens - len(result.tokens) - 1
+        planned = min(options.draft_length, room) if self.draft is not None else 0
         wanted = min(self.observer.draft_length(planned), room) if planned > 0 else 0
-        proposed = Proposal()
+        if self.chooser is not None and wanted > 0:
+            wanted = min(wanted, self.chooser.choose())
         if self._interrupted(result) or wanted <= 0 or self.draft is None:
-            return proposed
-        self._catch_up(result, self.draft)
-        begin = perf_counter()
-        ids = self.text[self.draft.length :]
-        while len(proposed.tokens) < wanted and not self._interrupted(result):
-            self.observer.draft_begins(Kind.DECODE, ids, self.draft.length)
-            token, sure, probs = self._pick(self.draft.feed(ids, keep=1)[0])
-            if token in self.options.stop_tokens:
-                break
-            if probs is not None:
-                probs[list(self.options.stop_tokens)] = 0.0
-                proposed.laws.append(probs / probs.sum())
-            proposed.tokens.append(token)
-            proposed.sure.append(sure)
-            ids = [token]
-            self.observer.drafted(token)
-        result.spend("draft", begin)
-        return proposed
-
-    def _catch_up(self, result: Generation, draft: Cached) -> None:
-        """Bring the draft's cache up to the text's last token after a prefill or after steps without drafting.
-
-        A lag of two tokens is the ordinary one, after a step that kept every draft; it costs no forward of its own.
-        """
-        begin = perf_counter()
-        lags = len(self.text) - draft.length > 2
-        while lags and draft.length < len(self.text) - 1 and not self._interrupted(result):
-            last = min(draft.length + self.options.prefill_chunk, len(self.text) - 1)
-            self.observer.draft_begins(Kind.PREFILL, self.text[draft.length : last], draft.length)
-            draft.feed(self.text[draft.length : last], keep=1)
-        if lags:
-            result.spend("draft_prefill", begin)
-
-    def _pick(self, logits: torch.Tensor) -> tuple[int, float, torch.Tensor | None]:
-        """A token, the probability it was given, and in sampled mode the distribution [V] it was drawn from."""
-        if self.options.temperature == 0:
-            best, token = logits.max(-1)
-            return int(token), float((best - logits.logsumexp(-1)).exp()), None
-        probs = distribution(logits, self.options.temperature, self.options.top_p)
-        token = draw(probs, self._rng)
-        return token, float(probs[token]), probs
+            return Proposal()
+        return self.draft.propose(
+            Round(
+                self.text, wanted, options.stop_tokens, options.temperature, options.top_p, options.prefill_chunk,
+                self._rng, self.observer, lambda: self._interrupted(result), result.spend,
+            )
+        )  # fmt: skip
 
     def _step(self, result: Generation, proposed: Proposal) -> None:
         """One decode or verify step of the target, and the rollback of what it refused."""
@@ -339,10 +269,22 @@ class Speculation:
         self.text += emitted
         if self.draft is not None:
             self.target.crop(len(drafts) - accepted)
-            self.draft.crop(max(0, self.draft.length - (len(self.text) - 1)))
+            self.draft.keep(len(self.text) - 1)
         result.spend("verify" if drafts else "decode", begin)
+        if self.chooser is not None:
+            self.chooser.learn(len(drafts), accepted, proposed.seconds, perf_counter() - begin)
         result.tokens += emitted
         result.judged(proposed.sure, accepted)
         result.verifies += bool(drafts)
         result.decodes += not drafts
         self.observer.step_ends(accepted, emitted)
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts have in common from their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _can_keep(cached: Cached, length: int) -> bool:
+    """Whether all but the first `length` tokens can be forgotten."""
+    return cached.can_forget(max(0, cached.length - length))

@@ -9,15 +9,9 @@ from tiny import tiny_config
 from moe_spac.traces.cached import CachedModel
 from moe_spac.traces.errors import InputError
 from moe_spac.traces.models import load_pair
+from moe_spac.traces.sampling import distribution, judge_greedy, judge_sampled
 from moe_spac.traces.schema import Kind
-from moe_spac.traces.speculate import (
-    Observer,
-    Options,
-    Speculation,
-    distribution,
-    judge_greedy,
-    judge_sampled,
-)
+from moe_spac.traces.speculate import Observer, Options, Speculation
 
 PROMPT = "Question: how many experts are there? Answer:"
 
@@ -241,12 +235,9 @@ def test_sampled_loop_follows_the_target(pair, prompt):
     n = 200
     counts = torch.zeros(320).double()
     speculation = Speculation(pair.target, pair.draft, Options(2, 1, 0.6, 0.9, seed=1, stop_tokens=(stop,)))
-    assert speculation.draft is not None
     for _ in range(n):
-        speculation.text.clear()
-        for model in (speculation.target, speculation.draft):
-            model.crop(max(0, model.length - (len(prompt) - 1)))
-        counts[speculation.generate(prompt).tokens[0]] += 1
+        speculation.continue_from(prompt)
+        counts[speculation.generate(()).tokens[0]] += 1
     assert counts[p1 == 0].sum() == 0
     cells = p1 * n >= 5
     expected = torch.cat([p1[cells] * n, (p1[~cells].sum() * n)[None]])
@@ -288,13 +279,10 @@ def test_whole_sampled_texts_follow_the_target(temperature, top_p):
     target, draft = Chain(rows), Chain([[1.0, 0.0, 0.5], [0.0, 0.8, 0.6], [0.9, 0.2, -0.3]])
     options = Options(3, 2, temperature, top_p, seed=11)
     speculation = Speculation(target, draft, options)
-    assert speculation.draft is not None
     n, seen, accepted = 600, Counter(), 0
     for _ in range(n):
-        speculation.text.clear()
-        for model in (speculation.target, speculation.draft):
-            model.crop(model.length)
-        result = speculation.generate([0])
+        speculation.continue_from([0])
+        result = speculation.generate(())
         accepted += result.accepted
         seen[tuple(result.tokens)] += 1
     assert 0.2 * n < accepted < 1.8 * n  # drafts are kept and refused, both often
