@@ -74,6 +74,10 @@ def run(
         bool, typer.Option("--optimum/--no-optimum", help="Add the references: offline optimum, AR-LRU, fluid bound.")
     ] = True,
     regret: Annotated[bool, typer.Option("--regret", help="Also judge every eviction by the future; slow.")] = False,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what the winner does when, for ui.perfetto.dev.")
+    ] = None,
+    timeline_steps: Annotated[int, typer.Option(min=1, help="With --timeline: only the first N steps.")] = 32,
     jobs: Annotated[int, typer.Option(min=1, help="Runs side by side; results are the same.")] = 1,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit 1 unless all runs are ok; refuse a cut trace.")
@@ -111,7 +115,9 @@ def run(
     folder = out or Path("runs") / f"{name}-{profile.name}"
     command = command_of(ctx)
     written = write(folder, job, name, outcomes, command, plots)
-    saved = save(save_winner, loaded, job, trace, outcomes, command) if save_winner else None
+    saved = [save(save_winner, loaded, job, trace, outcomes, command)] if save_winner else []
+    if timeline:
+        saved.append(save_timeline(timeline, job, outcomes, timeline_steps, command))
     if json:
         tell_json(outcomes)
     else:
@@ -254,6 +260,22 @@ def save(
     return f"{path}: {best.policy} with {chosen['slots_per_layer']:.3g} slots a layer, {best.mode} mode"
 
 
+def save_timeline(path: Path, job: "Job", outcomes: "Sequence[Outcome]", steps: int, command: str) -> str:
+    """Run the fastest policy (or the first, if none may win) again for its first steps, and write what its lanes do."""
+    from ..policies.load import load_policy
+    from .report import choice
+    from .timeline import SIMULATED, write_timeline
+    from .traced import spans_of
+
+    chosen = choice(outcomes) or outcomes[0]
+    trace = job.source.view(chosen.mode)
+    more = {"protect": job.protect, "slots_at": job.slots_at(trace)}
+    spans = spans_of(trace, load_policy(chosen.policy), job.machine, chosen.slots, steps, job.seed, **more)
+    run = f"{chosen.policy}, {chosen.slots} slots, {chosen.mode}, first {steps} steps"
+    write_timeline(path, {SIMULATED: spans}, {"run": run, "machine": job.machine.name, "command": command})
+    return f"{path}: {len(spans)} spans of {run}; open it in ui.perfetto.dev"
+
+
 def write_policy(flag: str, path: Path, policy: "Policy", chosen: dict[str, Any]) -> None:
     """Write a policy file, its folder too. InputError names the flag."""
     from ..policies.load import save_policy
@@ -265,12 +287,12 @@ def write_policy(flag: str, path: Path, policy: "Policy", chosen: dict[str, Any]
         raise InputError(f"{flag} {path}: cannot be written ({error.strerror})") from None
 
 
-def told(folder: Path, written: Sequence[Path], plots: bool, saved: str | None, sizes: int) -> list[str]:
+def told(folder: Path, written: Sequence[Path], plots: bool, saved: Sequence[str], sizes: int) -> list[str]:
     said = [f"{folder}: {', '.join(p.name for p in written)}"]
     if plots and sizes == 1:
         said.append("give several sizes, as in --slots 6,10,16, for the plot against slots")
     said.append(f"more figures: spac-sim plot {folder}; a page that says what would help: spac-sim report {folder}")
-    return said + ([saved] if saved else [])
+    return [*said, *saved]
 
 
 def tell(job: "Job", name: str, outcomes: "Sequence[Outcome]", wide: bool, more: Sequence[str]) -> None:

@@ -1,12 +1,15 @@
 """A timeline is the run itself, seen from the side: the same decisions and times, and lanes that add up to them."""
 
+import csv
+import json
 from dataclasses import replace
 
 import pytest
 from hand import rates, setup, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from speculated import BROKEN, speculated
+from result_folders import call
+from speculated import BROKEN, speculated, write
 
 from moe_spac.policies.driver import Driver
 from moe_spac.policies.interface import Key, Policy, Where
@@ -14,7 +17,7 @@ from moe_spac.policies.load import load_policy
 from moe_spac.simulator.engine import Engine, replay_step
 from moe_spac.simulator.machine import load_machine
 from moe_spac.simulator.run import simulate
-from moe_spac.simulator.timeline import LANES, busy_ns, check_timeline
+from moe_spac.simulator.timeline import LANES, busy_ns, check_timeline, read_timeline
 from moe_spac.simulator.traced import TracedEngine, spans_of
 from moe_spac.traces.errors import InputError
 from moe_spac.traces.schema import Kind
@@ -143,3 +146,21 @@ def test_a_policy_that_fails_leaves_no_timeline(tmp_path):
     policy = load_policy(f"{tmp_path / 'mine.py'}:Broken")
     with pytest.raises(InputError, match=r"--timeline: policy .* is needed now"):
         spans_of(speculated(6), policy, load_machine("rtx4090-pcie4"), 4)
+
+
+def test_run_writes_a_timeline_of_the_winner(tmp_path, monkeypatch, capsys):
+    """Its lanes last as long as steps.csv says of the winner's first steps."""
+    monkeypatch.chdir(tmp_path)
+    write(speculated(6), tmp_path / "t.spac")
+    words = ("run", "t.spac", "--policy", "ar-lru", "--policy", "static", "--slots", "3,4", "--no-plots", "--out", "r")
+    assert call(*words, "--timeline", "deep/t.json", "--timeline-steps", "3") == 0
+    spans = read_timeline(tmp_path / "deep" / "t.json")["simulated"]
+    best = max(json.loads((tmp_path / "r/metrics.json").read_text())["winners"], key=lambda w: w["tokens_per_s"])
+    assert f"{best['policy']}, {best['slots']} slots, {best['mode']}, first 3 steps" in capsys.readouterr().out
+    named = {"policy": best["policy"], "slots": str(best["slots"]), "mode": best["mode"]}
+    with (tmp_path / "r" / "steps.csv").open() as file:
+        rows = [r for r in csv.DictReader(file) if named.items() <= r.items() and r["draft_length"] in ("0", "3")][:3]
+    assert busy_ns(spans, "GPU") + busy_ns(spans, "draft") == sum(int(r["wall_ns"]) for r in rows)
+    assert busy_ns(spans, "H2D") == sum(int(r["link_demand_ns"]) + int(r["link_prefetch_ns"]) for r in rows)
+    assert call(*words, "--timeline", "t.spac/x.json") == 2
+    assert "the timeline cannot be written" in capsys.readouterr().err
