@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ..traces.speculate import Options
 from .serve import Finished
@@ -61,21 +61,22 @@ class TextPart(_Strict):
     text: Text
 
 
+def _parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
 class ChatMessage(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Annotated[list[TextPart], BeforeValidator(_parts)]
     name: str | None = None
-
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class StreamOptions(_Strict):
     include_usage: bool = False
-
-
-Stop = Text | Annotated[list[Text], Field(max_length=4)] | None
 
 
 class _Body(_Strict):
@@ -84,7 +85,7 @@ class _Body(_Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: Stop = None
+    stop: Annotated[list[Text], Field(max_length=4), BeforeValidator(_listed)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -96,7 +97,7 @@ class _Body(_Strict):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return tuple(self.stop or ())
 
     @property
     def with_usage(self) -> bool:
@@ -112,11 +113,14 @@ class ChatBody(_Body):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def conversation(self) -> list[dict[str, str]]:
-        return [{"role": m.role, "content": m.text} for m in self.messages]
+        return [{"role": m.role, "content": "".join(part.text for part in m.content)} for m in self.messages]
 
 
 class CompletionBody(_Body):
-    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=1)] | Annotated[list[int], Field(min_length=1)]
+    prompt: Annotated[
+        Annotated[list[Text], Field(min_length=1, max_length=1)] | Annotated[list[int], Field(min_length=1)],
+        BeforeValidator(_listed),
+    ]
 
 
 def read_body(kind: type[ChatBody] | type[CompletionBody], given: Any) -> Any:
@@ -147,6 +151,8 @@ def _refusal(kind: str, where: list[str], message: str, body: type[BaseModel]) -
         return ApiError(400, f"{where_words}: unknown; there are {known}", name, "unknown_parameter")
     if kind == "missing":
         return ApiError(400, f"{'.'.join(where)}: missing; it is required", name, "missing_required_parameter")
+    if name == "prompt":
+        return ApiError(400, "prompt: one text, a list of one text, or a list of token ids", name, "invalid_value")
     return ApiError(400, f"{'.'.join(where)}: {message[:1].lower()}{message[1:]}", name, "invalid_value")
 
 

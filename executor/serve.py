@@ -154,8 +154,9 @@ class Worker:
             while (job := self._next()) is not None:
                 self._answer(session, job)
                 self.running = None
-            for job in self._waiting:
-                job.post(Failed("the server is ending", unavailable=True))
+            with self._wake:
+                for job in self._waiting:
+                    job.post(Failed("the server is ending", unavailable=True))
 
     def _tell(self, what: str, done: int, total: int) -> None:
         self.progress = (what, done, total)

@@ -189,7 +189,7 @@ class Api:
 
     def _limits(self) -> Limits:
         pair = self._session().models.pair
-        models = [m for m in (pair.target, pair.draft) if m is not None]
+        models = pair.models
         most = min(m.config.get_text_config().max_position_embeddings for m in models)
         return Limits(min(self.rules.context or most, most), self.rules.new_tokens)
 
@@ -236,8 +236,6 @@ def _tokens(session: Session, body: Any) -> list[int]:
         except InputError as error:
             raise ApiError(400, str(error), "messages", "invalid_value") from None
     prompt = body.prompt
-    if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
     if isinstance(prompt[0], str):
         return tokenizer.encode(prompt[0])
     vocab = session.models.pair.target.config.get_text_config().vocab_size
