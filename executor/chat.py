@@ -118,7 +118,7 @@ class Chat:
 
 def context_of(session: Session) -> int:
     """Tokens that both models hold."""
-    models = [m for m in (session.models.pair.target, session.models.pair.draft) if m is not None]
+    models = session.models.pair.models
     return min(m.config.get_text_config().max_position_embeddings for m in models)
 
 

@@ -91,7 +91,8 @@ class PairSubject:
 
     @property
     def draft_shape(self) -> DraftShape | None:
-        return self.models.pair.draft_shape
+        shape = self.models.pair.draft_shape
+        return shape if shape is not None and shape.layers else None  # a look-up costs nothing
 
     @property
     def store(self) -> HostStore:

@@ -272,5 +272,7 @@ def rates_for(machine: Machine, shape: ModelShape, draft: DraftShape | None = No
 
 def _draft_ns(machine: Machine, draft: DraftShape) -> int:
     launch_ns = machine["gpu.kernels_per_layer"] * machine["gpu.launch"]
+    if not draft.layers:
+        return 0  # looked up in the text
     read_ns = draft.dense_bytes * 1e9 / machine["gpu.bandwidth"]
     return round(machine["gpu.draft_fixed"] + draft.layers * launch_ns + read_ns)

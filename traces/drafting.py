@@ -138,6 +138,10 @@ class Ngram:
     longest: int = 4
     shortest: int = 2
 
+    @property
+    def name(self) -> str:
+        return f"n-gram of {self.longest} to {self.shortest} tokens"
+
     def open(self, vocab: int) -> "NgramDraft":
         return NgramDraft(self, vocab)
 

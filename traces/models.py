@@ -18,11 +18,13 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from .drafting import Ngram
 from .errors import InputError
 from .schema import DraftShape, ModelShape
 
 PAIR = Path(__file__).parent / "pair"
 EMBEDDED = "embedded"
+NGRAM = "ngram"
 SMALL_HIDDEN = 512
 DTYPES = ("float32", "bfloat16", "float16")
 LAYER = re.compile(r"\blayers?\.(\d+)\.")
@@ -38,7 +40,10 @@ class MoeBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A loaded target and, unless decoding is to be plain, its draft; `stop_tokens` are the target's end tokens."""
+    """A loaded target and, unless decoding is to be plain, its draft, a model or an `Ngram`.
+
+    `stop_tokens` are the target's end tokens.
+    """
 
     target: Any
     draft: Any | None
@@ -46,6 +51,11 @@ class Pair:
     shape: ModelShape
     draft_shape: DraftShape | None
     stop_tokens: tuple[int, ...]
+
+    @property
+    def models(self) -> list[Any]:
+        """The target and the draft, unless that is the text itself."""
+        return [model for model in (self.target, self.draft) if hasattr(model, "config")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +81,22 @@ def load_pair(
 ) -> Pair:
     """Load a pair by folder or Hugging Face name; target None is the embedded one, which brings its draft.
 
-    Draft "none", or no draft with another target, means plain decoding. `dtype` "auto" keeps the checkpoint's;
+    Draft "none", or no draft with another target, means plain decoding; "ngram" looks drafts up in the text. `dtype`
+    "auto" keeps the checkpoint's;
     `experts` names an experts implementation of transformers. Raises InputError: no such model, no experts,
     tokenizers that differ, weights that are damaged or incomplete.
     """
     with quiet():
         big, small = find_pair(target, draft)
         shape = model_shape(big.config, big.name, dtype_of(big.config, dtype))
-        draft_shape = None
+        helper, draft_shape = text_draft(big, draft)
         if small is not None:
             check_rollback(big, small)
             check_tokenizers(big, small)
             draft_shape = measure_draft(small.config, small.name, dtype_of(small.config, dtype))
         model = read_weights(big, shape.dtype, device, experts)
-        helper = None if small is None else read_weights(small, dtype_of(small.config, dtype), device)
+        if small is not None:
+            helper = read_weights(small, dtype_of(small.config, dtype), device)
     suit_threads(shape, device)
     return Pair(model, helper, big.tokenizer, shape, draft_shape, stop_tokens(model))
 
@@ -107,9 +119,21 @@ def find_pair(
     big = find("--target", target, "target")
     if draft is None and target is None:
         return big, find("--draft", None, "draft")
-    if draft is None or str(draft) == "none":
+    if draft is None or str(draft) in ("none", NGRAM):
         return big, None
     return big, find("--draft", draft, "draft")
+
+
+def text_draft(target: Source, draft: str | Path | None) -> tuple[Any, DraftShape | None]:
+    """The draft that needs no model and weighs nothing, if the flag names it, else (None, None).
+
+    Raises InputError for a target that cannot forget refused drafts.
+    """
+    if str(draft) != NGRAM:
+        return None, None
+    check_rollback(target)
+    source = Ngram()
+    return source, DraftShape(source.name, 0, 0, 0)
 
 
 def find_model(flag: str, name: str | Path | None, role: str) -> Source:
@@ -160,9 +184,9 @@ def check_tokenizers(target: Source, draft: Source) -> None:
         )
 
 
-def check_rollback(target: Source, draft: Source) -> None:
+def check_rollback(target: Source, draft: Source | None = None) -> None:
     """Raise InputError if a cache of the two cannot forget refused drafts: recurrent layers keep one state."""
-    for source, role in ((target, "target"), (draft, "draft")):
+    for source, role in [(target, "target"), *([] if draft is None else [(draft, "draft")])]:
         layers = DynamicCache(config=source.config.get_text_config()).layers
         stuck = sum(not layer.is_croppable for layer in layers)
         if stuck:

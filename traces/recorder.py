@@ -295,7 +295,7 @@ def _open(
 
 
 def _draft_shape(pair: Pair) -> ModelShape:
-    if pair.draft is None or pair.draft_shape is None or not moe_blocks(pair.draft):
+    if pair.draft not in pair.models or pair.draft_shape is None or not moe_blocks(pair.draft):
         name = "none" if pair.draft_shape is None else pair.draft_shape.name
         raise InputError(f"--draft-out: the draft ({name}) has no routed experts; leave it out")
     dtype = str(pair.draft.dtype).removeprefix("torch.")
@@ -364,8 +364,7 @@ def make_header(
 
 
 def _check_lengths(pair: Pair, prompts: Sequence[Prompt], turns: Sequence[list[list[int]]], options: Options) -> None:
-    models = [m for m in (pair.target, pair.draft) if m is not None]
-    limit = min(m.config.get_text_config().max_position_embeddings for m in models)
+    limit = min(m.config.get_text_config().max_position_embeddings for m in pair.models)
     for prompt, ids in zip(prompts, turns, strict=True):
         needed = sum(len(turn) + options.max_new_tokens for turn in ids)
         if needed > limit:
