@@ -23,6 +23,7 @@ from ..traces.models import (
     quiet,
     stop_tokens,
     suit_threads,
+    text_draft,
 )
 from .checkpoint import fill_dense, open_checkpoint
 from .ggufs import SUFFIX, find_gguf
@@ -70,7 +71,7 @@ def load_models(
     with quiet():
         big, small = find_pair(target, draft, lambda *asked: _find(*asked, tokenizer=tokenizer))
         shape = model_shape(big.config, big.name, dtype_of(big.config, dtype))
-        opened, draft_shape = None, None
+        opened, (helper, draft_shape) = None, text_draft(big, draft)
         if small is not None:
             check_rollback(big, small)
             check_tokenizers(big, small)
@@ -81,7 +82,7 @@ def load_models(
     with watching(watch, [found.files, *([opened.files] if opened else [])]):
         experts = build_store(found, shape, store, device)
         model = fill_dense(found, device)
-        helper = None if opened is None else fill_dense(opened, device)
+        helper = helper if opened is None else fill_dense(opened, device)
     if not experts.record.format.exact:
         shape = replace(shape, expert_bytes=experts.record.size)  # what is moved
     suit_threads(shape, device)
