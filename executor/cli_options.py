@@ -21,7 +21,9 @@ DEFAULT_MACHINE = "rtx4090-pcie4"  # of the virtual clock
 Target = Annotated[
     str | None, typer.Option(help="Folder, Hugging Face name or .gguf file. Default: the embedded pair.")
 ]
-Draft = Annotated[str | None, typer.Option(help="The same for the draft; none decodes without one.")]
+Draft = Annotated[
+    str | None, typer.Option(help="The same for the draft; ngram drafts from the text itself, none does not draft.")
+]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (as saved).")]
 Device = Annotated[str | None, typer.Option(help="cpu (the GPU is emulated) or cuda. Default: cuda if there is one.")]
 Bandwidth = Annotated[str, typer.Option(metavar="RATE", help="Of the emulated link, e.g. 100MB/s.")]
@@ -34,7 +36,8 @@ Slots = Annotated[int | None, typer.Option(min=0, help="Expert slots per layer."
 CacheFraction = Annotated[float | None, typer.Option(min=0, max=1, help="Slots as a share of all experts.")]
 Vram = Annotated[str | None, typer.Option(metavar="SIZE", help="Slots that fit in this, e.g. 12GiB.")]
 DraftLength = Annotated[
-    int | None, typer.Option(min=0, help=f"Tokens to draft a step. Default {DEFAULT_DRAFT_LENGTH}.")
+    str | None,
+    typer.Option(metavar="N|auto", help=f"Tokens to draft a step; auto measures. Default {DEFAULT_DRAFT_LENGTH}."),
 ]
 AllowLossy = Annotated[bool, typer.Option("--allow-lossy", help="Also run a policy that changes the model's output.")]
 StoreFormat = Annotated[
@@ -53,6 +56,22 @@ def policy_of(spec: str) -> "tuple[Policy, dict[str, Any]]":
     from ..policies.load import load_policy, read_policy_file
 
     return read_policy_file(Path(spec)) if spec.endswith(".toml") else (load_policy(spec), {})
+
+
+def draft_length_of(text: str | None, chosen: dict[str, Any]) -> tuple[int, bool]:
+    """Tokens to draft a step at most, and whether it is measured how many pay; 0 where a policy file decodes plainly.
+
+    Raises InputError for what is neither a number nor auto.
+    """
+    from ..traces.draft_length import LONGEST
+
+    if text is None:
+        return 0 if chosen.get("mode") == "ar" else DEFAULT_DRAFT_LENGTH, False
+    if text == "auto":
+        return LONGEST, True
+    if not text.isdecimal():
+        raise InputError(f"--draft-length {text}: give a number of tokens, 0 for none, or auto")
+    return int(text), False
 
 
 def prompts_of(prompt: str | None, source: str | None, limit: int | None) -> "list[Prompt]":

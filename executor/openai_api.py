@@ -190,6 +190,7 @@ def options_for(body: _Body, prompt: int, limits: Limits, defaults: Options) -> 
     return Options(
         max_new_tokens=min(limits.new_tokens, left) if wanted is None else wanted,
         draft_length=defaults.draft_length,
+        adaptive=defaults.adaptive,
         temperature=defaults.temperature if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
         seed=uuid.uuid4().int >> 66 if body.seed is None else body.seed,

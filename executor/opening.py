@@ -8,7 +8,7 @@ from ..policies.interface import Policy
 from ..traces.console import parse_size
 from ..traces.errors import InputError
 from ..traces.speculate import Options
-from .cli_options import DEFAULT_DRAFT_LENGTH, default_device, machine_of, policy_of, slots_for
+from .cli_options import default_device, draft_length_of, machine_of, policy_of, slots_for
 from .models import load_models
 from .session import Session, Settings
 from .stores import Choice
@@ -28,7 +28,7 @@ class Opening:
     cache_fraction: float | None
     vram: str | None
     context: int | None
-    draft_length: int | None
+    draft_length: str | None
     max_new_tokens: int
     temperature: float
     seed: int
@@ -44,6 +44,7 @@ class Opening:
     def check(self) -> None:
         """Raise InputError for what can be told before a model is loaded."""
         self.checked_policy(self.policy)
+        draft_length_of(self.draft_length, {})
         if self.vram:
             parse_size(self.vram, "--vram")
 
@@ -60,9 +61,7 @@ class Opening:
         """Load the pair and make the session. `tell`: what is being done, how far it is, and of how much (bytes)."""
         said = tell or (lambda what, done, total: None)
         policy, chosen = policy_of(self.policy)
-        length = DEFAULT_DRAFT_LENGTH if self.draft_length is None else self.draft_length
-        if self.draft_length is None and chosen.get("mode") == "ar":
-            length = 0
+        length, adaptive = draft_length_of(self.draft_length, chosen)
         said("finding the models", 0, 0)
         models = load_models(
             self.target,
@@ -79,7 +78,9 @@ class Opening:
         sizes = self.slots, self.cache_fraction, budget
         slots = slots_for(*sizes, chosen, models, machine, policy, self.context or DEFAULT_CONTEXT)
         stops = models.pair.stop_tokens
-        options = Options(self.max_new_tokens, length, self.temperature, seed=self.seed, stop_tokens=stops)
+        options = Options(
+            self.max_new_tokens, length, self.temperature, seed=self.seed, stop_tokens=stops, adaptive=adaptive
+        )
         said("filling slots", 0, 0)
         settings = Settings(machine, slots, "real", options, self.seed, budget, events=self.events)
         return Session(models, policy, settings)

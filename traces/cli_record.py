@@ -32,11 +32,11 @@ def one_at_a_time(size: int) -> int:
 def record(
     out: Path = typer.Option(..., "-o", "--out", help="Trace file to write; an old one is replaced."),
     target: str | None = typer.Option(None, help="Folder or Hugging Face name (default: the embedded pair)."),
-    draft: str | None = typer.Option(None, help='Draft model, or "none" for plain decoding.'),
+    draft: str | None = typer.Option(None, help="Draft model; ngram: from the text itself; none: plain decoding."),
     prompts: str | None = typer.Option(None, help="A .txt or .jsonl file, held-out, or one of its domains."),
     prompt_limit: int | None = typer.Option(None, help="Use only the first N prompts."),
     max_new_tokens: int = typer.Option(64, min=1, help="New tokens of each turn."),
-    draft_length: int = typer.Option(4, min=1, help="Tokens drafted for each verify step."),
+    draft_length: str = typer.Option("4", metavar="N|auto", help="Tokens to draft a step; auto: as many as pay."),
     temperature: float = typer.Option(0.0, min=0.0, help="0 is greedy."),
     top_p: float = typer.Option(1.0, min=0.01, max=1.0, help="Sample among the top tokens with this much mass."),
     seed: int = typer.Option(0, min=0, help="Sequence i samples with seed + i."),
@@ -68,7 +68,10 @@ def record(
     if draft_out is not None and draft_out.absolute() == out.absolute():
         raise InputError(f"--draft-out {draft_out}: the target's trace goes there; give another file")
     chosen = read_prompts(prompts, prompt_limit)
+    if draft_length != "auto" and not (draft_length.isdecimal() and int(draft_length)):
+        raise InputError(f"--draft-length {draft_length}: give a number of tokens, or auto; --draft none drafts none")
 
+    from .draft_length import LONGEST
     from .models import EMBEDDED, load_pair
     from .recorder import record as run
     from .speculate import Options
@@ -78,7 +81,9 @@ def record(
     if compare and pair.draft is None:
         raise InputError("--require-exact: there is no draft to compare with; give --draft")
     stops = () if ignore_eos else pair.stop_tokens
-    options = Options(max_new_tokens, draft_length, temperature, top_p, seed, stops, prefill_chunk)
+    adaptive = draft_length == "auto"
+    longest = LONGEST if adaptive else int(draft_length)
+    options = Options(max_new_tokens, longest, temperature, top_p, seed, stops, prefill_chunk, adaptive)
     expected = sum(len(prompt.turns) for prompt in chosen) * max_new_tokens
     with _stoppable() as stop, _progress(expected) as progress:
         summary = run(
