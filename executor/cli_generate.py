@@ -10,13 +10,14 @@ import typer
 from ..traces.console import parse_size, say, show_json
 from ..traces.errors import InputError
 from .cli_options import (
-    DEFAULT_DRAFT_LENGTH,
     AsJson,
     Device,
     Draft,
+    DraftLength,
     Dtype,
     Target,
     default_device,
+    draft_length_of,
     machine_of,
     policy_of,
     prompts_of,
@@ -43,9 +44,7 @@ def generate(
     cache_fraction: Annotated[float | None, typer.Option(min=0, max=1, help="Slots as a share of all experts.")] = None,
     vram: Annotated[str | None, typer.Option(metavar="SIZE", help="Slots that fit in this, e.g. 12GiB.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    draft_length: Annotated[
-        int | None, typer.Option(min=0, help=f"Tokens to draft a step. Default {DEFAULT_DRAFT_LENGTH}.")
-    ] = None,
+    draft_length: DraftLength = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of sampling and of the policy.")] = 0,
     clock: Annotated[str, typer.Option(help="real, or virtual: the simulator's time.")] = "real",
@@ -80,7 +79,9 @@ def generate(
     given = prompts_of(prompt, prompts, prompt_limit)
     if check and any(len(p.turns) > 1 for p in given):
         raise InputError("--check: takes prompts of one turn; these are conversations")
-    length = draft_length if draft_length is not None else 0 if chosen.get("mode") == "ar" else DEFAULT_DRAFT_LENGTH
+    length, adaptive = draft_length_of(draft_length, chosen)
+    if adaptive and clock != "real":
+        raise InputError("--draft-length auto: goes by the real clock; give a number with --clock virtual")
     if length == 0:  # asked for, or the policy was chosen for decoding without a draft
         draft = "none"
 
@@ -91,7 +92,7 @@ def generate(
     models = load_models(target, draft, dtype, device or default_device())
     profile = machine_of(machine, clock, models)
     stops = () if ignore_eos else models.pair.stop_tokens
-    options = Options(max_new_tokens, length, temperature, seed=seed, stop_tokens=stops)
+    options = Options(max_new_tokens, length, temperature, seed=seed, stop_tokens=stops, adaptive=adaptive)
     budget = parse_size(vram, "--vram") if vram else None
     total = slots_of(slots, cache_fraction, budget, chosen, models, profile, chosen_policy, max_new_tokens, given)
     with ExitStack() as stack:
