@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from ..traces.models import quiet
 from ..traces.speculate import Generation
 from .models import Models
+from .whole import reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +32,20 @@ def find_difference(
 ) -> Difference | None:
     """Compare greedy output with `generate` of transformers on the same weights, prompt by prompt; None if identical.
 
-    prompts: token ids; `limit` is the run's max_new_tokens. The reference is loaded anew, whole, by transformers.
+    prompts: token ids; `limit` is the run's max_new_tokens. The reference is loaded anew, whole, by transformers; for
+    experts that are stored quantised, or that it cannot read, it runs on the numbers that they are stored as.
     """
-    with quiet():
-        reference: Any = AutoModelForCausalLM.from_pretrained(models.place, dtype=models.pair.target.dtype)
-    reference = reference.to(models.device).eval()
+    model = reference(models)
     for index, (prompt, generation) in enumerate(zip(prompts, generations, strict=True)):
-        theirs = _greedy(reference, prompt, stops, limit)
+        theirs = _greedy(model, prompt, stops, limit)
         if theirs != generation.tokens:
-            return _first(reference, index, prompt, generation.tokens, theirs)
+            return _first(model, index, prompt, generation.tokens, theirs)
     return None
 
 
-def _greedy(reference: Any, prompt: Sequence[int], stops: Sequence[int], limit: int) -> list[int]:
-    rows = torch.tensor([list(prompt)], device=reference.device)
-    out = reference.generate(
+def _greedy(model: Any, prompt: Sequence[int], stops: Sequence[int], limit: int) -> list[int]:
+    rows = torch.tensor([list(prompt)], device=model.device)
+    out = model.generate(
         rows,
         attention_mask=torch.ones_like(rows),
         do_sample=False,
@@ -58,10 +56,10 @@ def _greedy(reference: Any, prompt: Sequence[int], stops: Sequence[int], limit: 
     return out[0, len(prompt) :].tolist()
 
 
-def _first(reference: Any, index: int, prompt: Sequence[int], ours: list[int], theirs: list[int]) -> Difference:
+def _first(model: Any, index: int, prompt: Sequence[int], ours: list[int], theirs: list[int]) -> Difference:
     at = next(i for i in range(max(len(ours), len(theirs))) if ours[i : i + 1] != theirs[i : i + 1])
-    rows = torch.tensor([[*prompt, *theirs[:at]]], device=reference.device)
-    best = reference(rows).logits[0, -1].float().topk(2).values
+    rows = torch.tensor([[*prompt, *theirs[:at]]], device=model.device)
+    best = model(rows).logits[0, -1].float().topk(2).values
     return Difference(
         sequence=index,
         position=len(prompt) + at,

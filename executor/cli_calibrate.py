@@ -6,7 +6,21 @@ from typing import Annotated
 import typer
 
 from ..traces.errors import InputError
-from .cli_options import AsJson, Bandwidth, Device, Draft, Dtype, Latency, Target, default_device, link_of
+from .cli_options import (
+    AsJson,
+    Bandwidth,
+    Device,
+    Draft,
+    Dtype,
+    Latency,
+    StoreFolder,
+    StoreFormat,
+    StoreMemory,
+    Target,
+    Tokenizer,
+    default_device,
+    link_of,
+)
 
 
 def calibrate(
@@ -16,6 +30,10 @@ def calibrate(
     link_bandwidth: Bandwidth = "100MB/s",
     link_latency: Latency = "20us",
     rounds: Annotated[int, typer.Option(min=1, help="Of all measurements; medians over them, and their spread.")] = 3,
+    store: StoreFormat = "auto",
+    store_memory: StoreMemory = "auto",
+    store_folder: StoreFolder = None,
+    tokenizer: Tokenizer = None,
     dtype: Dtype = "float32",
     device: Device = None,
     json: AsJson = False,
@@ -30,11 +48,13 @@ def calibrate(
     from .models import load_models
     from .probe import PairSubject
     from .report import calibrated
+    from .stores import Choice
 
     link = link_of(link_bandwidth, link_latency)
     if not out.parent.is_dir():
         raise InputError(f"-o {out}: no such folder {out.parent}; make it first")
-    models = load_models(target, draft, dtype, device or default_device())
+    kept = Choice(store, store_memory, store_folder)
+    models = load_models(target, draft, dtype, device or default_device(), kept, tokenizer)
     profile = measure(PairSubject(models), link, out.stem, rounds)
     try:
         out.write_text(show_machine(profile))

@@ -15,7 +15,11 @@ from .cli_options import (
     Draft,
     DraftLength,
     Dtype,
+    StoreFolder,
+    StoreFormat,
+    StoreMemory,
     Target,
+    Tokenizer,
     default_device,
     draft_length_of,
     machine_of,
@@ -60,6 +64,10 @@ def generate(
     allow_lossy: Annotated[
         bool, typer.Option("--allow-lossy", help="Also run a policy that changes the model's output.")
     ] = False,
+    store: StoreFormat = "auto",
+    store_memory: StoreMemory = "auto",
+    store_folder: StoreFolder = None,
+    tokenizer: Tokenizer = None,
     dtype: Dtype = "float32",
     device: Device = None,
     json: AsJson = False,
@@ -88,8 +96,10 @@ def generate(
     from ..traces.speculate import Options
     from .models import load_models
     from .session import Settings, run
+    from .stores import Choice
 
-    models = load_models(target, draft, dtype, device or default_device())
+    kept = Choice(store, store_memory, store_folder)
+    models = load_models(target, draft, dtype, device or default_device(), kept, tokenizer)
     profile = machine_of(machine, clock, models)
     stops = () if ignore_eos else models.pair.stop_tokens
     options = Options(max_new_tokens, length, temperature, seed=seed, stop_tokens=stops, adaptive=adaptive)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..traces.errors import InputError
 from ..traces.schema import ModelShape
 from .checkpoint import Checkpoint
 from .formats import Format
@@ -40,7 +41,7 @@ def record_of(found: Checkpoint, shape: ModelShape, format: Format) -> Record:
         for columns in (shape.hidden, shape.expert_width):
             format.row_bytes(columns)
     except ValueError as error:
-        raise found.fail("--store " + format.name, f"cannot be used: {error}") from None
+        raise InputError(f"--store {format.name}: {found.source.name}: {error}; use --store exact") from None
     return Record(shape.hidden, shape.expert_width, format, found.dtype, experts.has_gate, experts.has_bias)
 
 
@@ -58,7 +59,7 @@ def fill_layer(found: Checkpoint, layer: int, record: Record, raw: torch.Tensor)
         for target, tensor in recipe.convert(found.model, tensors).items():
             _, last = found.experts_of(target) or place
             for expert, one in enumerate(tensor):
-                turned = one.T if found_transposed(found, layer) and one.ndim == 2 else one
+                turned = one.T if _transposed(found, layer) and one.ndim == 2 else one
                 put(record, raw[expert], PARTS[last], 0, turned, loss)
     found.files.close()
     return loss
@@ -76,7 +77,7 @@ def _fill_stacked(found: Checkpoint, recipe: Recipe, part: str, record: Record, 
             put(record, raw[expert], part, row, found.files.read(name), loss)
 
 
-def found_transposed(found: Checkpoint, layer: int) -> bool:
+def _transposed(found: Checkpoint, layer: int) -> bool:
     path = next(path for path, number in found.layers.items() if number == layer)
     return found.model.get_submodule(path).is_transposed
 

@@ -25,9 +25,11 @@ from ..traces.models import (
     suit_threads,
     text_draft,
 )
+from ..traces.schema import DraftShape, ModelShape
 from .checkpoint import fill_dense, open_checkpoint
 from .ggufs import SUFFIX, find_gguf
 from .loading import Watch, watching
+from .memory import check_memory, free_vram, prefill_reserve
 from .store import HostStore
 from .stores import Choice, build_store, check_choice
 
@@ -79,8 +81,9 @@ def load_models(
             draft_shape = measure_draft(small.config, small.name, draft_dtype)
             opened = open_checkpoint(small, getattr(torch, draft_dtype), apart=False)
         found = open_checkpoint(big, getattr(torch, shape.dtype), apart=True)
+    beside = _beside(shape, draft_shape, device)
     with watching(watch, [found.files, *([opened.files] if opened else [])]):
-        experts = build_store(found, shape, store, device)
+        experts = build_store(found, shape, store, device, beside)
         model = fill_dense(found, device)
         helper = helper if opened is None else fill_dense(opened, device)
     if not experts.record.format.exact:
@@ -88,6 +91,17 @@ def load_models(
     suit_threads(shape, device)
     pair = Pair(model, helper, big.tokenizer, shape, draft_shape, stop_tokens(model))
     return Models(pair, experts, moe_blocks(model), big.place)
+
+
+def _beside(shape: ModelShape, draft: DraftShape | None, device: str) -> dict[str, int]:
+    """Bytes of host memory that are needed beside experts, by name; InputError if a GPU cannot hold what it must."""
+    needs = {"dense weights": shape.dense_bytes, "draft": draft.dense_bytes if draft else 0}
+    needs |= prefill_reserve(shape, draft)
+    if device == "cpu":
+        return needs
+    advice = "use a smaller draft or --draft none, --dtype bfloat16, or --device cpu"
+    check_memory("GPU memory", f"--device {device}", needs, free_vram(device), advice)
+    return {}
 
 
 def _find(flag: str, name: str | Path | None, role: str, tokenizer: str | Path | None) -> Source:

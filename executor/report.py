@@ -10,6 +10,7 @@ from ..simulator.machine import Machine, rates_for
 from ..traces.console import say, show_json, show_size, show_table
 from ..traces.models import Pair
 from ..traces.prompts import Prompt
+from .audit import audit, in_words
 from .check import Difference
 from .models import Models
 from .predict import Prediction
@@ -53,6 +54,7 @@ def document(
             "predicted_ms_per_token": prediction.predicted_split,
             "measured_ms_per_token": prediction.measured_split,
         }
+    found["memory"] = audit(models)
     found["texts"] = _texts(models, prompts, result)
     return found
 
@@ -76,6 +78,7 @@ def show(
         f"{result.policy} on the {result.clock} clock, machine {settings.machine.name}",
         [{k: v for k, v in row.items() if k not in wide}],
     )
+    say(in_words(audit(models)))
     if prediction is not None:
         _show_prediction(prediction)
 

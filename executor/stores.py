@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,18 +51,24 @@ def check_choice(choice: Choice) -> None:
             raise InputError(f"{flag} {value}: unknown; choose {', '.join(known)}")
 
 
-def build_store(found: Checkpoint, shape: ModelShape, choice: Choice, device: str) -> HostStore:
-    """All experts of `found` as `choice` says. Raises InputError: unfit formats, too little memory or disk."""
+def build_store(
+    found: Checkpoint, shape: ModelShape, choice: Choice, device: str, beside: Mapping[str, int]
+) -> HostStore:
+    """All experts of `found` as `choice` says. Raises InputError: unfit formats, too little memory or disk.
+
+    `beside`: bytes by name that this process will need in host memory as well.
+    """
     name = _format(found, choice)
     format = QUANTISED.get(name) or EXACT[shape.dtype]
     record = record_of(found, shape, format)
     layers, experts = len(shape.moe_layers), shape.experts
     total = layers * experts * record.size
-    memory = _memory(choice, total, device)
+    rest = {**beside, "interpreter and buffers": ROOM}
+    memory = _memory(choice, total + sum(rest.values()), device)
     native = found.files.expert_types and {BLOCKS.get(kind) for kind in found.files.expert_types} == {name}
     kept = memory == "mmap" or not (format.exact or native)
-    if memory != "mmap":
-        check_memory("host memory", f"--store-memory {memory}", {f"{name} experts": total}, free_ram(), _advice(shape))
+    held = {} if memory == "mmap" else {f"experts ({name})": total}
+    check_memory("host memory", f"--store-memory {memory}", held | rest, free_ram(), _advice(shape, memory))
     if kept:
         return _open(_keep(found, record, layers, experts, choice), record, layers, experts, memory)
     store = HostStore(layers, experts, record, memory == "pinned")
@@ -85,15 +91,18 @@ def _format(found: Checkpoint, choice: Choice) -> str:
 
 
 def _memory(choice: Choice, total: int, device: str) -> str:
+    """Left to us, experts are mapped where `total` bytes are more than is free."""
     if choice.memory != "auto":
         return choice.memory
-    if total + ROOM > free_ram():
+    if total > free_ram():
         return "mmap"
     return "ram" if device == "cpu" else "pinned"
 
 
-def _advice(shape: ModelShape) -> str:
+def _advice(shape: ModelShape, memory: str) -> str:
     """What smaller stores would need."""
+    if memory == "mmap":
+        return "close other programs, or use a smaller draft or --draft none"
     numbers = len(shape.moe_layers) * shape.experts * 3 * shape.hidden * shape.expert_width
     sizes = ", ".join(f"--store {n} ({show_size(numbers * f.row_bytes(32) / 32)})" for n, f in QUANTISED.items())
     return f"use {sizes} or --store-memory mmap"
@@ -197,10 +206,7 @@ def _open(folder: Path, record: Record, layers: int, experts: int, memory: str) 
         if file.stat().st_size != size:
             raise InputError(f"--store-cache: {file} is damaged; delete the folder {folder}")
         mapped = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8).view(experts, record.size)
-        if memory != "mmap":
-            slab = torch.empty(mapped.shape, dtype=torch.uint8)
-            mapped = slab.copy_(mapped)
-        slabs.append(mapped)
+        slabs.append(mapped if memory == "mmap" else mapped.clone())
         losses.append(json.loads(file.with_suffix(".json").read_text())["relative_error"])
     losses = [] if record.format.exact else losses
     return HostStore(layers, experts, record, slabs=slabs, losses=losses, memory=memory)
