@@ -101,12 +101,10 @@ class Recording(Policy):
     # Told
 
     def setup(self, setup: Setup) -> None:
-        own = self.inner
-        parameters = {f.name: getattr(own, f.name) for f in fields(own) if f.init} if is_dataclass(own) else {}
-        self._write({"policy": own.name, "parameters": {k: v for k, v in parameters.items() if _is_plain(v)}})
+        self._write(_about(self.inner))
         self._write({"tell": "setup", "args": [asdict(setup)]})
         self._shown = {}
-        own.setup(setup)
+        self.inner.setup(setup)
         self._take_on()
 
     def step_begins(self, step: StepInfo) -> None:
@@ -200,8 +198,11 @@ class Recording(Policy):
         return _Shown(candidates, self._shown.setdefault(pool, set()), seen)
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, int | float | str)
+def _about(policy: Policy) -> Line:
+    """Name and parameters, as far as they are words and numbers."""
+    given = {f.name: getattr(policy, f.name) for f in fields(policy) if f.init} if is_dataclass(policy) else {}
+    plain = {k: v for k, v in given.items() if v is None or isinstance(v, int | float | str)}
+    return {"policy": policy.name, "parameters": plain}
 
 
 class _Seen:
@@ -335,11 +336,12 @@ def replay_events(policy: Policy, log: Path) -> int:
 def _play(policy: Policy, line: Line, known: dict[int, set[Key]]) -> bool:
     """One line; True if it was a question."""
     if "policy" in line:
-        if line["policy"] != policy.name:
-            raise DecisionError(f"the log is of {line['policy']}")
+        if in_words(line) != in_words(_about(policy)):
+            raise DecisionError(f"the log is of {in_words(line)}, this is {in_words(_about(policy))}")
         known.clear()
     elif "tell" in line:
-        getattr(policy, line["tell"])(*_READ[line["tell"]](*line["args"]))
+        args = _READ[line["tell"]](*line["args"])
+        getattr(policy, line["tell"])(*args)
     else:
         name, said = line["ask"], _Said(line["saw"])
         answer = _ask(policy, name, line["args"], said, known)
