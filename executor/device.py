@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -333,13 +333,14 @@ class Cuda:
         return round(begin.elapsed_time(end) * 1e6)
 
     def clock(self, stamp: torch.cuda.Event) -> int:
-        return self._then + self.elapsed(self._zero, stamp)
+        zero, then = self._base
+        return then + self.elapsed(zero, stamp)
 
     def align(self) -> None:
         """An event's time is a float of milliseconds since another event, so that one must not be long ago."""
-        self._zero = self.stamp()
-        self._zero.synchronize()
-        self._then = perf_counter_ns()
+        zero = self.stamp()
+        zero.synchronize()
+        self._base = zero, perf_counter_ns()
 
     def send(
         self, target: torch.Tensor, source: torch.Tensor, pins: Pins, after: Stamp | None, begin: int, ns: int
@@ -424,6 +425,16 @@ def gpu_memory(place: torch.device | str) -> tuple[int, int]:
 
 def gpu_name(place: torch.device | str) -> str:
     return torch.cuda.get_device_name(place)
+
+
+def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, place: torch.device) -> torch.Tensor:
+    """Room in host memory from which `place` is reached without anybody waiting; torch keeps it until that is over."""
+    return torch.empty(shape, dtype=dtype, pin_memory=place.type == "cuda")
+
+
+def indices(values: Sequence[int], place: torch.device) -> torch.Tensor:
+    """int64 on `place`, without waiting for what it does."""
+    return torch.tensor(values, pin_memory=place.type == "cuda").to(place, non_blocking=True)
 
 
 def wait_for_all(place: torch.device) -> None:

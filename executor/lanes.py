@@ -171,8 +171,7 @@ class Link:
                 key, kept = Key(layer, expert), expert in plan.kept
                 arrivals.append(Copy(key, cache.slot(key) if kept else -1, now, passing=not kept))
             self._demand.extend(arrivals[len(plan.joins) :])
-        if self._device.prompt:
-            self._send_demand()
+        self._send_demand()
         if arrivals:
             self._work.notify()
         return arrivals
@@ -286,8 +285,12 @@ class Link:
         return copy
 
     def _send_demand(self) -> None:
-        """Sending takes no time, so what is wanted is sent by whoever wants it. Lock held."""
-        while self._demand and (copy := self._choose()) is not None:
+        """Where sending takes no time, as from pinned memory, what is wanted is sent by whoever wants it. Lock held."""
+        store, prompt = self._store, self._device.prompt
+        while prompt and self._demand and store.pins.holds(store.flat(self._demand[0].key)):
+            copy = self._choose()
+            if copy is None:
+                return
             self._send(copy)
 
     def _send(self, copy: Copy) -> None:
