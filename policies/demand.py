@@ -10,12 +10,14 @@ Needed = tuple[tuple[int, ...], tuple[int, ...]]  # experts ascending, and the t
 def needed_by_layer(ids: np.ndarray) -> list[Needed]:
     """For every layer of a step; ids: [n, L, k]. One sort for all layers, because a sort a layer costs as much."""
     n, layers, k = ids.shape
-    chosen = np.sort(np.moveaxis(ids, 1, 0).reshape(layers, n * k), axis=1)
-    first = np.ones(chosen.shape, bool)
-    np.not_equal(chosen[:, 1:], chosen[:, :-1], out=first[:, 1:])
-    if first.all():
+    chosen = ids[0] if n == 1 else np.moveaxis(ids, 1, 0).reshape(layers, n * k)
+    chosen = np.sort(chosen, axis=1)
+    new = chosen[:, 1:] != chosen[:, :-1]
+    if new.all():
         ones = (1,) * (n * k)
         return [(tuple(row), ones) for row in chosen.tolist()]
+    first = np.ones(chosen.shape, bool)
+    first[:, 1:] = new
     starts = np.flatnonzero(first)
     experts = tuple(chosen.reshape(-1)[starts].tolist())
     loads = tuple(np.diff(starts, append=chosen.size).tolist())

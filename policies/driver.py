@@ -21,6 +21,7 @@ from .residency import Evictable, Residency
 T = TypeVar("T")
 GPU, FETCH, CPU = Where.GPU, Where.FETCH, Where.CPU  # looking up a member costs ten times a name
 NOTHING: frozenset[Any] = frozenset()
+new_tuple = tuple.__new__  # what a NamedTuple's own constructor comes to, at a third of the time
 
 
 class PolicyError(Exception):
@@ -69,7 +70,7 @@ class Plan(NamedTuple):
 
     gpu: residents, in working order. copies: experts to bring over now, in order, each run on the GPU as it lands;
     `kept` are those that hold a staging slot until the layer ends, the rest pass through. joins: already on their way
-    here; run when they land. cpu: in working order. load: tokens that chose each needed expert.
+    here; run when they land. cpu: in working order.
     """
 
     demand: Demand
@@ -78,7 +79,11 @@ class Plan(NamedTuple):
     kept: frozenset[int]
     joins: tuple[int, ...]
     cpu: tuple[int, ...]
-    load: dict[int, int]
+
+    @property
+    def load(self) -> dict[int, int]:
+        """Tokens that chose each needed expert."""
+        return self.demand.load()
 
 
 @dataclass
@@ -100,14 +105,13 @@ class Driver:
 
     def __post_init__(self) -> None:
         staging = min(self.setup.experts, max(self.setup.slots, default=0))
-        self.cache = Residency(self.setup.layers, self.setup.slots, staging)
+        self.cache = Residency(self.setup.layers, self.setup.experts, self.setup.slots, staging)
         self.cache_view = CacheView(self.cache)
-        self._keys = [tuple(Key(la, e) for e in range(self.setup.experts)) for la in range(self.setup.layers)]
         self._step = -1
         self._layer: int | None = None
         self._count = self.decode
         self._frozen = False
-        self._needed: tuple[Key, ...] = ()  # by the running layer: pinned
+        self._demand: Demand | None = None  # of the running layer: pinned
         self._unused: set[Key] = set()
         self._ask(self.policy.setup, self.setup)
         self.hears_work, self.hears_landing, self.hears_layers, self.prefetches, self.drafts = (
@@ -120,6 +124,11 @@ class Driver:
                 raise PolicyError(f"policy {self.policy.name} knows the future, so it cannot change it by drafting")
             self._ask(self.policy.reveal, self.future)
         self._place()
+        self._dispatch, self._victim, self._writes_back = (
+            self.policy.dispatch,
+            self.policy.victim,
+            self.policy.write_back,
+        )
 
     def _hears(self, name: str) -> bool:
         """Whether the policy has a method of its own: calls that would do nothing are saved."""
@@ -156,14 +165,23 @@ class Driver:
         ids: [n, k]; `needed` is what `needed_by_layer` makes of them, if the host has it already. Everything needed
         is pinned until `layer_ends`.
         """
+        cache, count = self.cache, self._count
         experts, loads = needed or needed_by_layer(ids[:, None])[0]
-        table, resident = self._keys[layer], self.cache.by_layer[layer]
-        keys = tuple([table[e] for e in experts])
-        held = frozenset(resident.intersection(experts))
-        demand = Demand(layer, experts, loads, ids, weights, scores, keys, held)
-        self._layer, self._needed = layer, keys
-        self._count_demand(demand)
-        plan = self._plan(demand, self._ask(self.policy.dispatch, demand, self.cache_view))
+        hits = tuple(filter(cache.by_layer[layer].__contains__, experts))
+        demand = new_tuple(Demand, (layer, experts, loads, ids, weights, scores, frozenset(hits), cache.keys[layer]))
+        self._layer, self._demand = layer, demand
+        count.events += 1
+        count.needed += len(experts)
+        count.hits += len(hits)
+        count.assignments += ids.size
+        count.hit_assignments += len(hits) if len(ids) == 1 else _tokens(demand)
+        if self._unused:
+            self._count_used(demand)
+        try:
+            answer = self._dispatch(demand, self.cache_view)
+        except Exception as error:
+            self._raised(error)
+        plan = self._fetch_all(demand, hits) if answer is FETCH and not cache.flying else self._plan(demand, answer)
         if self.record is not None:
             self._note("gate", layer, plan.gpu, plan.copies, plan.joins, plan.cpu)
         return plan
@@ -192,7 +210,7 @@ class Driver:
 
         A policy that does not hear of layers needs no report.
         """
-        self._needed = ()
+        self._demand = None
         if self.cache.staged:
             self._admit()
         if self.hears_layers and report is not None:
@@ -212,7 +230,7 @@ class Driver:
         self.cache.capacity = slots
         self._ask(self.policy.slots_changed, slots)
         for scope, most in enumerate(slots):
-            candidates = self.cache.candidates(scope, NOTHING)
+            candidates = self.cache.evictable[scope]
             while self.cache.used[scope] > most and (first := next(iter(candidates), None)) is not None:
                 self._evict(self._ask(self.policy.surrender, scope, candidates, self.cache_view) or first, candidates)
 
@@ -228,8 +246,7 @@ class Driver:
         self._check_key(key)
         if self.cache_view.resident(key) or self.cache_view.in_flight(key):
             self._fail(f"asked to fetch expert {key.expert} of layer {key.layer}, which is already there or on its way")
-        spared = frozenset(self._needed)
-        if self.cache.free(key.layer) <= 0 and not self._make_room(key, self.cache.candidates(key.layer, spared)):
+        if self.cache.free(key.layer) <= 0 and not self._make_room(key):
             self._ask(self.policy.transfer_dropped, key)
             return None
         self.cache.take_off(key)
@@ -257,25 +274,31 @@ class Driver:
                 self._fail(f"placed expert {key.expert} of layer {key.layer} twice or beyond the slots")
             self.cache.place(key)
 
-    def _count_demand(self, demand: Demand) -> None:
-        count, held = self._count, demand.held
-        count.events += 1
-        count.needed += len(demand.experts)
-        count.hits += len(held)
-        count.assignments += demand.ids.size
-        if len(demand.ids) == 1:
-            count.hit_assignments += len(held)
-        else:
-            loads = zip(demand.experts, demand.loads, strict=True)
-            count.hit_assignments += sum([load for e, load in loads if e in held])
-        if self._unused:
-            used = self._unused.intersection(k for k in demand.keys if k.expert in held)
-            self._unused -= used
-            count.prefetches_used += len(used)
+    def _count_used(self, demand: Demand) -> None:
+        used = self._unused.intersection([demand.table[e] for e in demand.held])
+        self._unused -= used
+        self._count.prefetches_used += len(used)
+
+    def _fetch_all(self, demand: Demand, hits: tuple[int, ...]) -> Plan:
+        """`_plan` of the commonest answer: every miss is fetched, and none is on its way."""
+        experts, held, copies, kept = demand.experts, demand.held, (), NOTHING
+        if len(hits) < len(experts):
+            copies = tuple([e for e in experts if e not in held])
+            kept = self._stage(demand.layer, copies)
+        return new_tuple(Plan, (demand, hits, copies, kept, (), ()))
+
+    def _stage(self, layer: int, fetched: Sequence[int], passing: int = 0) -> frozenset[int]:
+        """Staging slots for those copies that are `fetched`, as far as there are any; the rest pass through, too."""
+        places, count = 0 if self._frozen else self.cache.staging, self._count
+        keep = fetched[:places] if len(fetched) > places else fetched
+        self.cache.stage(layer, keep)
+        count.fetches += len(keep)
+        count.streams += len(fetched) - len(keep) + passing
+        return frozenset(keep)
 
     def _plan(self, demand: Demand, answer: Answer) -> Plan:
         gpu, others = self._sorted(demand, answer)
-        held, flying, keys = demand.held, self.cache.flying, self._keys[demand.layer]
+        held, flying, keys = demand.held, self.cache.flying, demand.table
         copies, fetched, joins, cpu = [], [], [], []
         for expert, where in others:
             if where is CPU:
@@ -288,20 +311,14 @@ class Driver:
                 copies.append(expert)
                 if where is FETCH:
                     fetched.append(expert)
-        kept = NOTHING
-        if copies:
-            del fetched[0 if self._frozen else self.cache.staging :]
-            kept = frozenset(fetched)
-            self.cache.stage([keys[e] for e in fetched])
-            self._count.fetches += len(fetched)
-            self._count.streams += len(copies) - len(fetched)
+        kept = self._stage(demand.layer, fetched, len(copies) - len(fetched)) if copies else NOTHING
         if joins:
             self._count_joins([keys[e] for e in joins])
         if cpu:
             self._count.cpu += len(cpu)
             if not self.setup.cpu:
                 self._fail(f"sent expert {cpu[0]} to the CPU, and there is no CPU tier")
-        return Plan(demand, tuple(gpu), tuple(copies), kept, tuple(joins), tuple(cpu), demand.load())
+        return Plan(demand, tuple(gpu), tuple(copies), kept, tuple(joins), tuple(cpu))
 
     def _sorted(self, demand: Demand, answer: Answer) -> tuple[list[int], Sequence[tuple[int, Where]]]:
         """Who runs as a resident, and who elsewhere and where, both in the policy's order; complete and legal."""
@@ -340,43 +357,63 @@ class Driver:
 
     def _admit(self) -> None:
         """Staged experts ask for a slot, one by one; those admitted before are spared."""
-        cache, admitted = self.cache, set()
-        layer = next(iter(cache.staged)).layer
-        candidates, free = cache.candidates(layer, admitted), cache.free(layer)
-        for key in list(cache.staged):
+        cache, staged, admitted = self.cache, list(self.cache.staged), []
+        layer = staged[0].layer
+        candidates, free = cache.evictable[cache.scopes[layer]], cache.free(layer)
+        for key in staged:
             if free > 0:
                 free -= 1
-            elif not self._make_room(key, candidates):
-                cache.unstage(key)
-                continue
-            cache.admit(key)
-            admitted.add(key)
-            self._count.insertions += 1
+                cache.admit(key)
+            else:
+                try:
+                    victim = self._victim(key, candidates, self.cache_view)
+                except Exception as error:
+                    self._raised(error)
+                if victim is None:
+                    cache.unstage(key)
+                    continue
+                if victim not in candidates:
+                    self._illegal(victim)
+                cache.exchange(victim, key)
+                self._evicted(victim)
+            admitted.append(key)
             if self.record is not None:
                 self._note("admit", key)
+        candidates.update(admitted)
+        self._count.insertions += len(admitted)
 
-    def _make_room(self, key: Key, candidates: Evictable) -> bool:
-        """Evict the resident that the policy names for `key`, if it names one."""
+    def _make_room(self, key: Key) -> bool:
+        """Evict the resident that the policy names for `key`, if it names one; what the running layer needs stays."""
+        candidates = self.cache.evictable[self.cache.scopes[key.layer]]
+        spared = candidates.intersection(self._demand.keys) if self._demand else NOTHING
+        candidates -= spared
         victim = self._ask(self.policy.victim, key, candidates, self.cache_view)
-        if victim is None:
-            return False
-        self._evict(victim, candidates)
-        return True
+        if victim is not None:
+            self._evict(victim, candidates)
+        candidates |= spared
+        return victim is not None
 
     def _evict(self, victim: Key, candidates: Evictable) -> None:
         if victim not in candidates:
-            self._check_key(victim)
-            self._fail(f"evicts expert {victim.expert} of layer {victim.layer}, which is needed now or not resident")
+            self._illegal(victim)
         self.cache.evict(victim)
+        self._evicted(victim)
+
+    def _illegal(self, victim: Key) -> NoReturn:
+        self._check_key(victim)
+        self._fail(f"evicts expert {victim.expert} of layer {victim.layer}, which is needed now or not resident")
+
+    def _evicted(self, victim: Key) -> None:
         self._count.evictions += 1
-        if victim in self._unused:
+        if self._unused and victim in self._unused:
             self._unused.remove(victim)
             self._count.prefetches_wasted += 1
-        if self.policy.write_back:
+        if self._writes_back:
             self._count.write_backs += 1
             if self.evicted:
                 self.evicted(victim)
-        self._note("evict", victim)
+        if self.record is not None:
+            self._note("evict", victim)
 
     def _check_key(self, key: Key) -> None:
         if not isinstance(key, Key):
@@ -387,10 +424,13 @@ class Driver:
     def _ask(self, question: Callable[..., T], *args: Any) -> T:
         try:
             return question(*args)
-        except PolicyError:
-            raise
         except Exception as error:
-            raise PolicyError(f"{self._where()}: {type(error).__name__}: {error}") from error
+            self._raised(error)
+
+    def _raised(self, error: Exception) -> NoReturn:
+        if isinstance(error, PolicyError):
+            raise error
+        raise PolicyError(f"{self._where()}: {type(error).__name__}: {error}") from error
 
     def _fail(self, what: str) -> NoReturn:
         raise PolicyError(f"{self._where()}: {what}")
@@ -404,16 +444,23 @@ class Driver:
             self.record.append((self._step, *what))
 
 
+def _tokens(demand: Demand) -> int:
+    """Choices that find their expert resident."""
+    held = demand.held
+    return sum([load for e, load in zip(demand.experts, demand.loads, strict=True) if e in held])
+
+
 class CacheView:
     """The `View` that policies get."""
 
-    __slots__ = ("_cache",)
+    __slots__ = ("_by_layer", "_cache")
 
     def __init__(self, cache: Residency) -> None:
-        self._cache = cache
+        self._cache, self._by_layer = cache, cache.by_layer
 
     def resident(self, key: Key) -> bool:
-        return key in self._cache.resident
+        layer, expert = key
+        return 0 <= layer < len(self._by_layer) and expert in self._by_layer[layer]
 
     def in_flight(self, key: Key) -> bool:
         return key in self._cache.flying or key in self._cache.staged

@@ -104,8 +104,8 @@ class Demand(NamedTuple):
     """What one layer of one step needs, all of it at once.
 
     experts: ascending, without repeats; loads: tokens that chose each. ids: [n, k] in the router's order;
-    weights: [n, k] or None; scores: [n, E] or None. keys: `experts` as keys of this layer; held: those of `experts`
-    that are resident at the gate.
+    weights: [n, k] or None; scores: [n, E] or None. held: those of `experts` that are resident at the gate. table: the
+    keys of all experts of this layer, if the host has them at hand.
     """
 
     layer: int
@@ -114,8 +114,13 @@ class Demand(NamedTuple):
     ids: np.ndarray
     weights: np.ndarray | None = None
     scores: np.ndarray | None = None
-    keys: tuple[Key, ...] = ()
     held: frozenset[int] = frozenset()
+    table: tuple[Key, ...] = ()
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """`experts` as keys of this layer; made when asked for, as many policies do without."""
+        return tuple([self.table[e] if self.table else Key(self.layer, e) for e in self.experts])
 
     def load(self) -> dict[int, int]:
         return dict(zip(self.experts, self.loads, strict=True))
@@ -166,7 +171,7 @@ class Candidates(Protocol):
     """The residents that may be evicted now, in (layer, expert) order."""
 
     def __iter__(self) -> Iterator[Key]: ...
-    def __contains__(self, key: object) -> bool: ...
+    def __contains__(self, key: object, /) -> bool: ...
     def __len__(self) -> int: ...
 
 

@@ -13,63 +13,70 @@ class Lru(VictimOrder):
     """Least recently used first. A whole demand counts as used at once; a prefetched expert as used when it lands."""
 
     def setup(self, setup: Setup) -> None:
-        self._pooled = len(setup.slots) == 1
-        self._uses: list[OrderedDict[Key, int]] = [OrderedDict() for _ in setup.slots]
+        layers, experts, pooled = range(setup.layers), range(setup.experts), len(setup.slots) == 1
+        # An expert counts by its id in its layer's group, or by layer * experts + id in that of a pool.
+        self._base = [layer * setup.experts if pooled else 0 for layer in layers]
+        keys = [[Key(layer, expert) for expert in experts] for layer in layers]
+        self._keys = [[key for row in keys for key in row]] * setup.layers if pooled else keys
+        groups = [OrderedDict[int, int]() for _ in setup.slots]  # event of the last use, oldest first
+        self._uses = groups * setup.layers if pooled else groups
         self._event = 0
 
-    def _group(self, layer: int) -> OrderedDict[Key, int]:
-        return self._uses[0 if self._pooled else layer]
+    def _last(self, key: Key, unused: int) -> int:
+        layer, expert = key
+        return self._uses[layer].get(self._base[layer] + expert, unused)
 
     def _touch(self, key: Key) -> None:
-        uses = self._group(key.layer)
-        uses[key] = self._event
-        uses.move_to_end(key)
+        uses, id_ = self._uses[key.layer], self._base[key.layer] + key.expert
+        uses[id_] = self._event
+        uses.move_to_end(id_)
 
     def placed(self, keys: Sequence[Key]) -> None:
         for key in keys:
             self._touch(key)
 
     def used(self, demand: Demand, view: View) -> None:
-        self._event += 1
-        event, uses = self._event, self._group(demand.layer)
+        self._event = event = self._event + 1
+        uses, base, ids = self._uses[demand.layer], self._base[demand.layer], demand.experts
         move = uses.move_to_end
-        for key in demand.keys:
-            uses[key] = event
-            move(key)
+        for id_ in [base + e for e in ids] if base else ids:
+            uses[id_] = event
+            move(id_)
 
     def older(self, incoming: Key, candidates: Candidates) -> Key | None:
         """The oldest candidate if `incoming` was used after it: `first` and `better` together. It is then evicted."""
-        uses = self._group(incoming.layer)
-        newest = uses.get(incoming, self._event)
-        for key, event in uses.items():
+        layer, expert = incoming
+        uses, keys = self._uses[layer], self._keys[layer]
+        newest = uses.get(self._base[layer] + expert, self._event)
+        for id_, event in uses.items():
             if event >= newest:
                 return None
-            if key in candidates:
-                del uses[key]
+            if (key := keys[id_]) in candidates:
+                del uses[id_]
                 return key
         return None
 
     def transfer_done(self, key: Key, size: int, ns: int) -> None:
-        if self._group(key.layer).get(key, -1) < self._event:  # what the running layer fetched keeps its place by id
+        if self._last(key, -1) < self._event:  # what the running layer fetched keeps its place by id
             self._touch(key)
 
     def first(self, layer: int, candidates: Candidates, view: View) -> Key | None:
-        uses = self._group(layer)
+        uses, keys = self._uses[layer], self._keys[layer]
         gone = []
         found = None
-        for key in uses:
+        for id_ in uses:
+            key = keys[id_]
             if key in candidates:
                 found = key
                 break
             if not view.resident(key) and not view.in_flight(key):
-                gone.append(key)
-        for key in gone:
-            del uses[key]
+                gone.append(id_)
+        for id_ in gone:
+            del uses[id_]
         return found
 
     def better(self, incoming: Key, victim: Key) -> bool:
-        uses = self._group(victim.layer)
-        return uses.get(incoming, -1) > uses.get(victim, -1)
+        return self._last(incoming, -1) > self._last(victim, -1)
 
 
 class Ranked(VictimOrder):

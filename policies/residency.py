@@ -4,7 +4,7 @@ Assumptions: all experts have one size; experts are read-only, so evicting one n
 already owns the slot it will land in; experts fetched for the running layer wait in staging slots until the layer ends.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from .interface import Key
 
@@ -19,19 +19,23 @@ class Residency:
 
     `capacity` has one entry a layer, or a single one for a pool shared by all layers; it may be lowered and raised
     again up to what it was at first. Physical slots are numbered from 0; `staging` of them are beyond the capacity.
-    `by_layer` holds the resident experts of each layer and `used` the slots taken in each scope: read, do not change.
+    `keys` has every expert's key by layer, `by_layer` the slots of each layer's resident experts; `used` are the slots
+    taken in each scope and `evictable` the residents there that may go: read, do not change.
     """
 
-    def __init__(self, layers: int, capacity: tuple[int, ...], staging: int) -> None:
+    def __init__(self, layers: int, experts: int, capacity: tuple[int, ...], staging: int) -> None:
         self.capacity = capacity
         self.staging = staging
         self.physical_slots = sum(capacity) + staging
-        self.resident: dict[Key, int] = {}
+        self.keys = [tuple(Key(layer, e) for e in range(experts)) for layer in range(layers)]
+        self.by_layer: list[dict[int, int]] = [{} for _ in range(layers)]
+        self.resident = Residents(self.by_layer, self.keys)
         self.flying: dict[Key, int] = {}
         self.staged: dict[Key, int] = {}
-        self.by_layer: list[set[int]] = [set() for _ in range(layers)]
         self.used = [0] * len(capacity)
         self.scopes = list(range(layers)) if len(capacity) > 1 else [0] * layers
+        parts = [slice(None)] if len(capacity) == 1 else [slice(layer, layer + 1) for layer in range(layers)]
+        self.evictable = [Evictable(self.by_layer[part], self.keys[part]) for part in parts]
         self._free = list(range(self.physical_slots))[::-1]
 
     def free(self, layer: int) -> int:
@@ -43,26 +47,33 @@ class Residency:
 
     def slot(self, key: Key) -> int:
         """Physical slot of a resident, staged or flying expert; KeyError if it is none of these."""
-        for where in (self.resident, self.staged, self.flying):
-            if key in where:
-                return where[key]
-        raise KeyError(key)
+        slot = self.by_layer[key.layer].get(key.expert)
+        if slot is None:
+            slot = self.staged.get(key)
+        return self.flying[key] if slot is None else slot
 
-    def stage(self, keys: Sequence[Key]) -> None:
-        assert len(self.staged) + len(keys) <= self.staging
-        for key in keys:
-            self.staged[key] = self._free.pop()
+    def stage(self, layer: int, experts: Sequence[int]) -> None:
+        assert len(self.staged) + len(experts) <= self.staging
+        keys = self.keys[layer]
+        for expert in experts:
+            self.staged[keys[expert]] = self._free.pop()
 
     def unstage(self, key: Key) -> None:
         self._free.append(self.staged.pop(key))
 
     def admit(self, key: Key) -> None:
-        """Keep a staged expert: its staging slot becomes its own, nothing is copied."""
+        """Keep a staged expert: its staging slot becomes its own, nothing is copied. Not yet `evictable`."""
         scope = self.scopes[key[0]]
         assert self.used[scope] < self.capacity[scope]
         self.used[scope] += 1
-        self.resident[key] = self.staged.pop(key)
-        self.by_layer[key[0]].add(key[1])
+        self.by_layer[key[0]][key[1]] = self.staged.pop(key)
+
+    def exchange(self, victim: Key, key: Key) -> None:
+        """`evict` and `admit` in one, for two of one scope."""
+        layer, expert = key
+        self._free.append(self.by_layer[victim[0]].pop(victim[1]))
+        self.by_layer[layer][expert] = self.staged.pop(key)
+        self.evictable[self.scopes[layer]].remove(victim)
 
     def place(self, key: Key) -> None:
         """Make an expert resident at once, before the first step."""
@@ -77,8 +88,8 @@ class Residency:
         self.flying[key] = self._free.pop()
 
     def land(self, key: Key) -> None:
-        self.resident[key] = self.flying.pop(key)
-        self.by_layer[key[0]].add(key[1])
+        self.by_layer[key[0]][key[1]] = self.flying.pop(key)
+        self.evictable[self.scopes[key[0]]].add(key)
 
     def call_off(self, key: Key) -> None:
         """Give back the slot of a copy that will not be completed."""
@@ -86,14 +97,10 @@ class Residency:
         self.used[self.scopes[key[0]]] -= 1
 
     def evict(self, key: Key) -> None:
-        self._free.append(self.resident.pop(key))
-        self.by_layer[key[0]].remove(key[1])
-        self.used[self.scopes[key[0]]] -= 1
-
-    def candidates(self, layer: int, spared: Collection[Key]) -> "Evictable":
-        """Residents that may make room for an expert of `layer`; `spared` may grow meanwhile."""
-        layers = range(len(self.by_layer)) if len(self.capacity) == 1 else range(layer, layer + 1)
-        return Evictable(self, layers, spared)
+        scope = self.scopes[key[0]]
+        self._free.append(self.by_layer[key[0]].pop(key[1]))
+        self.evictable[scope].remove(key)
+        self.used[scope] -= 1
 
     def check(self) -> None:
         """Every slot is used once and no scope holds more than its capacity. Tests call this after every step."""
@@ -104,26 +111,43 @@ class Residency:
             used[self.scopes[key.layer]] += 1
         assert used == self.used
         assert all(u <= c for u, c in zip(used, self.capacity, strict=True))
-        assert {Key(la, e) for la, experts in enumerate(self.by_layer) for e in experts} == self.resident.keys()
+        assert list(self.resident) == [key for scope in self.evictable for key in scope]
+        assert all(len(scope) == len(list(scope)) for scope in self.evictable)
 
 
-class Evictable:
-    """A live view of the residents of some layers, without the spared ones; ascending by (layer, expert)."""
+class Residents(Mapping[Key, int]):
+    """Slots of all residents, in ascending order of their keys."""
 
-    __slots__ = ("_layers", "_residency", "_spared")
+    def __init__(self, by_layer: Sequence[dict[int, int]], keys: Sequence[tuple[Key, ...]]) -> None:
+        self._by_layer, self._keys = by_layer, keys
 
-    def __init__(self, residency: Residency, layers: range, spared: Collection[Key]) -> None:
-        self._residency, self._layers, self._spared = residency, layers, spared
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._residency.resident and key[0] in self._layers and key not in self._spared  # type: ignore[index]
+    def __getitem__(self, key: Key) -> int:
+        return self._by_layer[key[0]][key[1]]
 
     def __iter__(self) -> Iterator[Key]:
-        for layer in self._layers:
-            for expert in self._residency.residents(layer):
-                key = Key(layer, expert)
-                if key not in self._spared:
-                    yield key
+        for experts, keys in zip(self._by_layer, self._keys, strict=True):
+            yield from (keys[e] for e in sorted(experts))
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return sum(map(len, self._by_layer))
+
+    def __contains__(self, key: object) -> bool:
+        layer, expert = key  # type: ignore[misc]
+        return 0 <= layer < len(self._by_layer) and expert in self._by_layer[layer]
+
+
+class Evictable(set[Key]):
+    """The residents of some layers that may be evicted now; iterates in ascending order.
+
+    A set that is kept up to date, because a policy may ask for membership of every resident at every miss.
+    """
+
+    def __init__(self, by_layer: Sequence[dict[int, int]], keys: Sequence[tuple[Key, ...]]) -> None:
+        super().__init__()
+        self._by_layer, self._keys = by_layer, keys
+
+    def __iter__(self) -> Iterator[Key]:
+        for experts, keys in zip(self._by_layer, self._keys, strict=True):
+            for expert in sorted(experts):
+                if (key := keys[expert]) in self:
+                    yield key

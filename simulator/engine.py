@@ -83,10 +83,13 @@ class Engine:
         self._dense_only = dense_only_layers
         self._on_land, self._on_serve, self._slots_at, self._exact = on_land, on_serve, slots_at, exact
         self._gpu_ns, self._cpu_ns = PerLoad(rates.costs.gpu_ns), PerLoad(rates.costs.cpu_ns)
+        self._policy_ns, self._copy_ns = rates.policy_ns, rates.costs.copy_ns
         self._gpu: dict[str, int] = dict.fromkeys(GPU_LABELS, 0)
         self._cpu = Meter()
         self._begin = 0
         self._before: list[dict[str, int]] = [{}, {}, {}, {}]
+        # Nothing looks at a layer's end but the driver.
+        self._alone = not (driver.prefetches or driver.policy.write_back or driver.hears_layers)
         self._rows = [[0] * len(LAYER_COLUMNS) for _ in range(driver.setup.layers)]
 
     @property
@@ -121,17 +124,17 @@ class Engine:
     ) -> Plan:
         """One MoE layer from its attention to its merged output. ids: [n, k]; ahead: [n, J, k]; `needed`: see
         `Driver.gate`."""
-        dense, policy = self._dense, self.rates.policy_ns
+        driver, gpu, dense, policy = self.driver, self._gpu, self._dense, self._policy_ns
         self.now += dense
-        self._gpu["dense"] += dense
-        if self.driver.prefetches:
+        gpu["dense"] += dense
+        if driver.prefetches:
             self._catch_up()
-        if ahead is not None and "next-gate" in self.driver.policy.channels:
-            for forecast in gate_forecasts(layer, ahead, self.driver.setup.layers):
-                self.driver.forecast(forecast)
-        plan = self.driver.gate(layer, ids, weights, scores, needed)
+        if ahead is not None and "next-gate" in driver.policy.channels:
+            for forecast in gate_forecasts(layer, ahead, driver.setup.layers):
+                driver.forecast(forecast)
+        plan = driver.gate(layer, ids, weights, scores, needed)
         self.now += policy
-        self._gpu["policy"] += policy
+        gpu["policy"] += policy
         self._serve(plan)
         return plan
 
@@ -140,6 +143,7 @@ class Engine:
         self._catch_up()
         self.driver.step_ends(accepted, kept)
         self._look_for_work()
+        self.link.settle()
         meters = (self._cpu, self.link.meter, self.dram.meter, self.link.back_meter)
         after = [meter.read(self.now) for meter in meters]
         cpu, link, dram, back = (_difference(a, b) for a, b in zip(after, self._before, strict=True))
@@ -150,73 +154,89 @@ class Engine:
 
     def _serve(self, plan: Plan) -> None:
         """Both tiers work on one layer's demand; then the driver admits and evicts."""
-        gpu, begin = self._gpu, self.now
+        gpu, driver, begin, cpu_ns = self._gpu, self.driver, self.now, 0
         copied, waited = gpu["wait_copy"], gpu["wait_cpu"]
-        cpu_ns = self._cpu_total(plan) if plan.cpu else 0
-        if not (plan.copies or plan.joins or plan.cpu):
-            self._work(plan.gpu, plan.load)
-        elif not self._in_closed_form(plan, cpu_ns):
-            self._by_events(plan, cpu_ns)
-        if self.driver.hears_work:
+        if plan.joins or plan.cpu or self._exact or (plan.copies and not self.link.undisturbed):
+            cpu_ns = self._with_others(plan)
+        else:
+            self._undisturbed(plan)
+        if driver.hears_work:
             self._tell_work(plan)
         if self._on_serve is not None:
             self._on_serve(plan)
-        self._layer_ends(plan, self.now - begin, cpu_ns, gpu["wait_copy"] - copied, gpu["wait_cpu"] - waited)
+        copied, waited = gpu["wait_copy"] - copied, gpu["wait_cpu"] - waited
+        if self._decoding:
+            row, demand = self._rows[plan.demand.layer], plan.demand
+            row[0] += len(demand.experts)
+            row[1] += len(demand.held)
+            row[2] += len(plan.copies)
+            row[3] += len(plan.cpu)
+            row[4] += len(plan.joins)
+            row[5] += self.now - begin
+            row[6] += copied
+            row[7] += waited
+        if self._alone:
+            driver.layer_ends(None)
+        else:
+            self._layer_ends(plan, self.now - begin, cpu_ns, copied, waited)
 
     def _layer_ends(self, plan: Plan, wall: int, cpu_ns: int, copied: int, waited: int) -> None:
-        driver, layer = self.driver, plan.demand.layer
+        driver = self.driver
         if driver.prefetches:
             self._catch_up()
         if driver.policy.write_back:
             self._set_clock()
         report = None
         if driver.hears_layers:
-            worked = sum(self._gpu_ns[plan.load[e]] for group in (plan.gpu, plan.joins, plan.copies) for e in group)
-            report = LayerReport(layer, wall, worked, cpu_ns, copied, waited)
+            load = plan.load
+            worked = sum(self._gpu_ns[load[e]] for group in (plan.gpu, plan.joins, plan.copies) for e in group)
+            report = LayerReport(plan.demand.layer, wall, worked, cpu_ns, copied, waited)
         driver.layer_ends(report)
         if driver.prefetches:
             self._look_for_work()
-        if self._decoding:
-            row = self._rows[layer]
-            row[0] += len(plan.load)
-            row[1] += len(plan.demand.held)
-            row[2] += len(plan.copies)
-            row[3] += len(plan.cpu)
-            row[4] += len(plan.joins)
-            row[5] += wall
-            row[6] += copied
-            row[7] += waited
 
-    def _in_closed_form(self, plan: Plan, cpu_ns: int) -> bool:
-        """Serve a layer whose copies, or whose CPU experts, nothing disturbs; False if something may."""
-        if self._exact or plan.joins or not self.link.idle or (plan.copies and plan.cpu):
-            return False
-        return self._cpu_alone(plan, cpu_ns) if plan.cpu else self._copies_alone(plan)
+    def _undisturbed(self, plan: Plan) -> None:
+        """In closed form: a layer without CPU experts whose copies land one after the other."""
+        copies, gpu, count = plan.copies, self._gpu, len(plan.copies)
+        begin, one, each = self.now, self._gpu_ns[1], self._copy_ns
+        if count:
+            self.link.at_once(count)
+            if self.driver.prefetches:  # the link looks for work when the last one has landed
+                last = begin + each * count - int(self.env.now)
+                self.env.timeout(last).callbacks.append(self.link.wake)  # type: ignore[union-attr]
+        if len(plan.demand.ids) > 1 or self.rates.arrival_ns:
+            worked, waited = self._one_by_one(plan)
+        else:  # the last wait ends with the first or the last landing, for all experts take one time
+            worked = one * len(plan.demand.experts)
+            waited = max(0, each + one * count - worked, each * count + one - worked) if count else 0
+        self.now = begin + worked + waited
+        gpu["wait_copy"] += waited
+        gpu["expert"] += worked
+        if count and (self.driver.hears_landing or self._on_land is not None):
+            for expert in copies:
+                self._landed(plan.demand.table[expert], each)
 
-    def _copies_alone(self, plan: Plan) -> bool:
-        each = self.link.at_once(len(plan.copies))
-        if each is None:
-            return False
-        lands = self.now
-        if self.driver.prefetches:  # the link looks for work when the last one has landed
-            last = lands + each * len(plan.copies) - int(self.env.now)
-            self.env.timeout(last).callbacks.append(self.link.wake)  # type: ignore[union-attr]
-        self._work(plan.gpu, plan.load)
-        now, waited, worked, arrival = self.now, 0, 0, self.rates.arrival_ns
+    def _one_by_one(self, plan: Plan) -> tuple[int, int]:
+        """ns of work and of waiting where experts take different times."""
+        load, times, each, arrival = plan.load, self._gpu_ns, self._copy_ns, self.rates.arrival_ns
+        now = sum([times[load[e]] for e in plan.gpu])
+        lands = waited = 0
         for expert in plan.copies:
             lands += each
             if lands > now:
                 waited += lands + arrival - now
                 now = lands + arrival
-            work = self._gpu_ns[plan.load[expert]]
-            worked += work
-            now += work
-        self._spend(waited, "wait_copy")
-        self._spend(worked, "expert")
-        if self.driver.hears_landing or self._on_land is not None:
-            for expert in plan.copies:
-                self._landed(Key(plan.demand.layer, expert), each)
-        return True
+            now += times[load[expert]]
+        return now - waited, waited
+
+    def _with_others(self, plan: Plan) -> int:
+        """A layer in which something may disturb the copies, or that uses the CPU; the CPU's ns."""
+        cpu_ns = self._cpu_total(plan) if plan.cpu else 0
+        if not (plan.copies or plan.joins or plan.cpu):
+            self._work(plan.gpu, plan.load)
+        elif plan.copies or plan.joins or self._exact or not self.link.idle or not self._cpu_alone(plan, cpu_ns):
+            self._by_events(plan, cpu_ns)
+        return cpu_ns
 
     def _cpu_alone(self, plan: Plan, cpu_ns: int) -> bool:
         reading = cpu_ns - self._cpu_fixed(plan)
@@ -235,7 +255,7 @@ class Engine:
     def _by_events(self, plan: Plan, cpu_ns: int) -> None:
         """Serve a layer whose copies and CPU experts go through the environment."""
         self._set_clock()
-        layer, done = plan.demand.layer, self.now + cpu_ns
+        layer, load, done = plan.demand.layer, plan.load, self.now + cpu_ns
         arrivals = [(e, self._joined(Key(layer, e))) for e in plan.joins]
         arrivals += [(e, self.link.demand(Key(layer, e))) for e in plan.copies]
         cpu = self._start_cpu(plan, cpu_ns) if plan.cpu else None
@@ -244,11 +264,11 @@ class Engine:
         for _, copy in arrivals:
             if copy is not None and copy.pageable:
                 self._wait(copy, "wait_copy")
-        late = self._work(plan.gpu, plan.load, beside=done)
+        late = self._work(plan.gpu, load, beside=done)
         for expert, copy in arrivals:
             if copy is not None:
                 self._wait(copy, "wait_copy", self.rates.arrival_ns)
-            late += self._work((expert,), plan.load, beside=done + late)
+            late += self._work((expert,), load, beside=done + late)
         if cpu is not None:
             self._wait(cpu, "wait_cpu", late)
             self._spend(self.rates.costs.hybrid_ns, "hybrid")
@@ -258,7 +278,8 @@ class Engine:
         return self.link.join(key) if key in self.driver.cache.flying else None
 
     def _cpu_total(self, plan: Plan) -> int:
-        return self.rates.costs.cpu_first_ns + sum(self._cpu_ns[plan.load[e]] for e in plan.cpu)
+        load = plan.load
+        return self.rates.costs.cpu_first_ns + sum(self._cpu_ns[load[e]] for e in plan.cpu)
 
     def _cpu_fixed(self, plan: Plan) -> int:
         """The part of it that reads no memory."""

@@ -62,14 +62,14 @@ class Dram:
 
     def __init__(self, env: simpy.Environment, bytes_per_s: int) -> None:
         self._env, self._capacity = env, bytes_per_s
-        self._flows: list[Flow] = []
+        self.flows: list[Flow] = []
         self._then = 0
         self._version = 0
         self.meter = Meter()
 
     @property
     def idle(self) -> bool:
-        return not self._flows
+        return not self.flows
 
     def carries(self, size: int, ns: int) -> bool:
         """Whether `size` bytes in `ns` are no more than a flow may have that is alone."""
@@ -83,9 +83,9 @@ class Dram:
         work = ns * _FULL
         flow = Flow(work, work if left < 0 else left, max(1, size * 10**9 // max(1, ns)), done, share)
         self._settle()
-        if not self._flows:
+        if not self.flows:
             self.meter.begin("busy", int(self._env.now))
-        self._flows.append(flow)
+        self.flows.append(flow)
         self._share()
         return flow
 
@@ -112,31 +112,31 @@ class Dram:
         now = int(self._env.now)
         elapsed, self._then = now - self._then, now
         if elapsed:
-            for flow in self._flows:
+            for flow in self.flows:
                 flow.left -= elapsed * flow.speed
 
     def _share(self) -> None:
         """Max-min fair rates, smallest wish first, and the wake-up for the next flow to finish."""
         self._version += 1
-        if not self._flows:
+        if not self.flows:
             return
-        capacity, waiting = self._capacity, len(self._flows)
-        for flow in sorted(self._flows, key=lambda f: f.rate * f.share) if waiting > 1 else self._flows:
+        capacity, waiting = self._capacity, len(self.flows)
+        for flow in sorted(self.flows, key=lambda f: f.rate * f.share) if waiting > 1 else self.flows:
             wish = flow.rate if flow.share == 1.0 else int(flow.rate * flow.share)
             granted = min(wish, capacity // waiting)
             flow.speed = _FULL if granted == flow.rate else max(1, granted * _FULL // flow.rate)
             capacity -= granted
             waiting -= 1
-        soonest = min(-(-f.left // f.speed) for f in self._flows)
+        soonest = min(-(-f.left // f.speed) for f in self.flows)
         _after(self._env, max(0, soonest), self._wake, self._version)
 
     def _wake(self, event: simpy.Event) -> None:
         if event.value != self._version:
             return  # the shares have changed since
         self._settle()
-        finished = [f for f in self._flows if f.left <= 0]
-        self._flows = [f for f in self._flows if f.left > 0]
-        if not self._flows:
+        finished = [f for f in self.flows if f.left <= 0]
+        self.flows = [f for f in self.flows if f.left > 0]
+        if not self.flows:
             self.meter.end(int(self._env.now))
         self._share()
         for flow in finished:
@@ -206,6 +206,7 @@ class Link:
         self._clear = not price.bytes_ns or dram.carries(price.size, price.bytes_ns)
         self.meter = Meter()
         self.back_meter = Meter()
+        self._copied = 0  # in closed form, not metered yet
 
     def set_pageable(self, fixed_ns: int, bytes_ns: int, which: Callable[[Key], bool]) -> None:
         """Experts that lie in pageable memory, and what their copies take."""
@@ -215,18 +216,31 @@ class Link:
     def idle(self) -> bool:
         return self.current is None
 
-    def at_once(self, copies: int) -> int | None:
-        """Serve so many demand copies in closed form if nothing can disturb them: ns from one landing to the next.
+    @property
+    def undisturbed(self) -> bool:
+        """Whether demand copies that are begun now land one after the other without anything in between."""
+        return (
+            self.current is None
+            and not self._backing
+            and self._clear
+            and self._is_pageable is None
+            and not self._dram.flows
+        )
 
-        None if something might. The link is busy until the last one lands, though the environment is not told.
+    def at_once(self, copies: int) -> None:
+        """Serve so many undisturbed demand copies in closed form.
+
+        The link is busy until the last one lands, though the environment is not told.
         """
-        if self.current or self._backing or self._is_pageable or not (self._clear and self._dram.idle):
-            return None
-        price = self._price
-        each = price.fixed_ns + price.bytes_ns
-        self.meter.add("demand", each * copies)
-        self._dram.meter.add("busy", price.bytes_ns * copies)
-        return each
+        self._copied += copies
+
+    def settle(self) -> None:
+        """Account for copies served in closed form, before the meters are read."""
+        if self._copied:
+            price = self._price
+            self.meter.add("demand", (price.fixed_ns + price.bytes_ns) * self._copied)
+            self._dram.meter.add("busy", price.bytes_ns * self._copied)
+            self._copied = 0
 
     def demand(self, key: Key) -> Copy:
         """Queue a copy that a layer waits for; a prefetch on the wire makes way as soon as it can."""

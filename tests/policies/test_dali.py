@@ -13,8 +13,7 @@ from moe_spac.policies.load import load_policy
 def plan(loads, held=(), cpu=True):
     part = Greedy()
     part.setup(make_setup(load_policy("dali"), 1, 16, 4, cpu=cpu))
-    keys = tuple(Key(0, e) for e in range(len(loads)))
-    demand = Demand(0, tuple(range(len(loads))), tuple(loads), np.zeros((1, 1)), keys=keys, held=frozenset(held))
+    demand = Demand(0, tuple(range(len(loads))), tuple(loads), np.zeros((1, 1)), held=frozenset(held))
     return part.dispatch(demand, None)  # type: ignore[arg-type]
 
 

@@ -226,7 +226,7 @@ def test_orders_name_the_least_of_all_candidates(seed, slots, scope, streamed):
     kinds = [Kind.PREFILL if i % 5 == 0 else Kind.VERIFY for i in range(25)]
     for order, rank in (
         (Scored, lambda o, k: (o.scores[k], o.last[k])),
-        (Lru, lambda o, k: (o._group(k.layer)[k], list(o._group(k.layer)).index(k))),
+        (Lru, lambda o, k: (list(o._uses[k.layer]).index(o._base[k.layer] + k.expert),)),
     ):
         made = []
 

@@ -118,7 +118,7 @@ def test_a_prefetch_displaces_nothing_that_is_awaited():
     view = driver.cache_view
     for key in (Key(1, 0), Key(1, 1)):
         driver.cache.place(key)
-    there = driver.cache.candidates(1, ())
+    there = driver.cache.evictable[1]
     assert lru.first(1, there, view) == Key(1, 1)
     assert ahead.replaces(Key(1, 2), Key(1, 1), view)
     ahead.name(1, [0, 1, 2])

@@ -43,7 +43,6 @@ class Flying:
 def test_residents_then_what_is_coming_then_the_rest():
     part = NearestFirst()
     part.setup(make_setup(load_policy("promoe"), 1, 8, 2))
-    keys = tuple(Key(0, e) for e in (1, 3, 5))
-    demand = Demand(0, (1, 3, 5), (1, 1, 1), np.array([[1, 3, 5]]), keys=keys, held=frozenset({5}))
+    demand = Demand(0, (1, 3, 5), (1, 1, 1), np.array([[1, 3, 5]]), held=frozenset({5}))
     answer = part.dispatch(demand, Flying(Key(0, 3)))  # type: ignore[arg-type]
     assert answer == [(5, Where.GPU), (3, Where.FETCH), (1, Where.FETCH)]

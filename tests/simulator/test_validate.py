@@ -249,7 +249,7 @@ class Nothing:
 def test_a_share_of_the_misses_is_fetched() -> None:
     share = MissShare(0.3)
     ids = np.array([[0, 1, 2, 3, 4]])
-    demand = Demand(0, (0, 1, 2, 3, 4), (1,) * 5, ids, keys=tuple(Key(0, e) for e in range(5)))
+    demand = Demand(0, (0, 1, 2, 3, 4), (1,) * 5, ids)
     answers = [dict(share.dispatch(demand, Nothing())) for _ in range(10)]  # type: ignore[arg-type]
     assert all(a[0] is Where.GPU for a in answers)
     fetched = [sum(w is Where.FETCH for w in a.values()) for a in answers]
