@@ -3,10 +3,11 @@
 from dataclasses import dataclass, field
 
 LONGEST = 8  # where nobody says
-FORGET = 0.9  # weight of what is known when one more observation comes
+FORGET = 0.95  # weight of what is known when one more observation comes
+RECENT = 0.5  # weight of a mean that counts by itself
 MARGIN = 1.05  # another length must promise this much more
 WARM_UP = (4, 4, 0, 4, 0, 2)  # lengths of the first steps: something must be seen of each quantity
-TRIAL_EVERY, TRIAL_RARELY = 16, 256  # steps between trials of another length, while they pay and while they do not
+TRIAL_SOON, TRIAL_EVERY, TRIAL_RARELY = 4, 16, 256  # steps between trials of another length
 TRIAL_AT_ZERO = 2
 
 
@@ -18,8 +19,11 @@ class Mean:
     weight: float = 0.0
 
     def add(self, value: float) -> None:
-        self.total = FORGET * self.total + value
-        self.weight = FORGET * self.weight + 1.0
+        self.fade()
+        self.total, self.weight = self.total + value, self.weight + 1.0
+
+    def fade(self) -> None:
+        self.total, self.weight = FORGET * self.total, FORGET * self.weight
 
     @property
     def value(self) -> float:
@@ -34,12 +38,14 @@ class LengthChooser:
     were kept (Leviathan et al. 2023, arXiv 2211.17192, section 3, without their assumption that positions are alike),
     and takes K times the time of one drafted token and the time of one step of K + 1 rows. All of these are measured
     as the text is written, in means that forget, so they follow the text, the policy's cache and the machine. A length
-    that was not tried takes its step time from the line through those that were, and its S_i from the last ratio.
+    that was not tried lately takes its step time from the line through those that were, and one that was never tried
+    its S_i from the last ratio.
 
     The first steps try lengths 4, 0 and 2. After that the best length is kept until another promises 5 % more, so that
     noise does not make it flutter. From time to time one step tries a neighbour of it (2 tokens where it is 0), for
-    otherwise nothing new would be learnt of what is not done: every 16 steps, and up to every 256 as long as trials
-    change nothing. What a policy answers when it is asked for a draft length stays an upper bound.
+    otherwise nothing new would be learnt of what is not done: after 16 steps, after up to 256 while trials change
+    nothing, and after 4 where a longer draft was kept whole. What a policy answers when it is asked for a draft length
+    stays an upper bound.
     """
 
     longest: int = LONGEST
@@ -72,6 +78,11 @@ class LengthChooser:
         """One round: tokens drafted and kept, seconds of drafting (text that had to be read first left out) and of the
         target's step."""
         self._seen += 1
+        if drafted > self.length and accepted == drafted:
+            self._interval, self._next_trial = TRIAL_EVERY, min(self._next_trial, self._seen + TRIAL_SOON)
+        for length, mean in self.steps.items():
+            if length != drafted:
+                mean.fade()  # what has not been done for long weighs little
         self.steps.setdefault(drafted, Mean()).add(step_s)
         if drafted:
             self.drafted_token.add(draft_s / drafted)
@@ -93,8 +104,8 @@ class LengthChooser:
         return 1.0 + sum(shares)
 
     def step_seconds(self, length: int) -> float:
-        """Expected time of the target's step with so many drafts: as measured, or from a line through what was."""
-        if length in self.steps:
+        """Expected time of the target's step with so many drafts: as measured lately, or from a line through that."""
+        if length in self.steps and self.steps[length].weight >= RECENT:
             return self.steps[length].value
         points = [(k, mean.value, mean.weight) for k, mean in self.steps.items()]
         weight = sum(w for _, _, w in points)
