@@ -27,6 +27,7 @@ from ..traces.models import (
 )
 from ..traces.schema import DraftShape, ModelShape
 from .checkpoint import fill_dense, open_checkpoint
+from .device import naming
 from .ggufs import SUFFIX, find_gguf
 from .loading import Watch, watching
 from .memory import check_memory, free_vram, prefill_reserve
@@ -83,9 +84,11 @@ def load_models(
         found = open_checkpoint(big, getattr(torch, shape.dtype), apart=True)
     beside = _beside(shape, draft_shape, device)
     with watching(watch, [found.files, *([opened.files] if opened else [])]):
-        experts = build_store(found, shape, store, device, beside)
-        model = fill_dense(found, device)
-        helper = helper if opened is None else fill_dense(opened, device)
+        with naming("host memory", torch.device("cpu")):
+            experts = build_store(found, shape, store, device, beside)
+        with naming("dense weights", torch.device(device)):
+            model = fill_dense(found, device)
+            helper = helper if opened is None else fill_dense(opened, device)
     if not experts.record.format.exact:
         shape = replace(shape, expert_bytes=experts.record.size)  # what is moved
     suit_threads(shape, device)

@@ -28,6 +28,7 @@ from ..traces.routers import Routers, asking
 from ..traces.schema import DraftShape, ModelShape, Step
 from ..traces.speculate import Options, Speculation
 from ..traces.writer import TraceWriter
+from .device import naming
 from .host import RING, Host
 from .live import Live, routers_of
 from .models import Models
@@ -153,7 +154,8 @@ class Session:
         before = replace(driver.prefill), replace(driver.decode)
         prompt = len(speculation.text) + len(ids)
         try:
-            generation = speculation.generate(ids)
+            with naming("keys, values and activations", self.models.device):
+                generation = speculation.generate(ids)
         except PolicyError as error:
             self._forget()
             raise InputError(str(error)) from error

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 
+from moe_spac.executor.device import PoolError
 from moe_spac.executor.session import Clock, Settings, run
 from moe_spac.executor.times import StepTimes
 from moe_spac.policies.interface import Policy, Where
@@ -190,10 +191,10 @@ def test_an_error_in_the_cpu_tier_reaches_the_caller(load_live, live_prompts, li
     from moe_spac.executor.moe import Call
 
     def broken(self, experts, store, threads=1):
-        raise MemoryError("out of memory")
+        raise MemoryError("the kernels need more")
 
     monkeypatch.setattr(Call, "compute_on_host", broken)
-    with pytest.raises(MemoryError, match="out of memory"):
+    with pytest.raises(PoolError, match=r"keys, values and activations: .* free; lower --slots"):
         run(load_live("none"), OnCpu(), live_prompts, Settings(live_machine, SOME, "real", options_for()))
     assert our_threads() == []
 
@@ -204,17 +205,19 @@ def test_interrupt_ends_the_run_at_once(load_live, live_prompts, live_machine, t
 
     slow = Machine("slow", "", {**live_machine.quantities, "link.bandwidth": Quantity(2e3, "emulated", "test")})
     trace = tmp_path / "run.spac"
-    timer = threading.Timer(0.4, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
-    timer.start()
-    begin = time.monotonic()
+    settings, sent = Settings(slow, SOME, "real", options_for(), record=trace), []
+
+    def interrupt(policy, demand, view):
+        def send():
+            sent.append(time.monotonic())
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+        threading.Timer(0.3, send).start()
+        return Where.FETCH
+
     with pytest.raises(KeyboardInterrupt):
-        run(
-            load_live("none"),
-            load_policy("ar-lru"),
-            live_prompts,
-            Settings(slow, SOME, "real", options_for(), record=trace),
-        )
-    assert time.monotonic() - begin < 2.4
+        run(load_live("none"), type("Stopped", (OnCpu,), {"dispatch": interrupt})(), live_prompts, settings)
+    assert time.monotonic() - sent[0] < 2
     assert our_threads() == []
     assert open_trace(trace).summary().state == "interrupted"
 
