@@ -7,17 +7,17 @@ import numpy as np
 
 from .interface import Candidates, Demand, Key, Setup, View, Where
 from .parts import Dispatcher, VictimOrder, split
+from .residency import all_keys
 
 
 class Lru(VictimOrder):
     """Least recently used first. A whole demand counts as used at once; a prefetched expert as used when it lands."""
 
     def setup(self, setup: Setup) -> None:
-        layers, experts, pooled = range(setup.layers), range(setup.experts), len(setup.slots) == 1
+        pooled, keys = len(setup.slots) == 1, all_keys(setup.layers, setup.experts)
         # An expert counts by its id in its layer's group, or by layer * experts + id in that of a pool.
-        self._base = [layer * setup.experts if pooled else 0 for layer in layers]
-        keys = [[Key(layer, expert) for expert in experts] for layer in layers]
-        self._keys = [[key for row in keys for key in row]] * setup.layers if pooled else keys
+        self._base = [layer * setup.experts if pooled else 0 for layer in range(setup.layers)]
+        self._keys = [tuple(key for row in keys for key in row)] * setup.layers if pooled else keys
         groups = [OrderedDict[int, int]() for _ in setup.slots]  # event of the last use, oldest first
         self._uses = groups * setup.layers if pooled else groups
         self._event = 0

@@ -5,6 +5,7 @@ already owns the slot it will land in; experts fetched for the running layer wai
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 
 from .interface import Key
 
@@ -12,6 +13,12 @@ from .interface import Key
 def even_shares(slots: int, layers: int) -> tuple[int, ...]:
     """Slots of each layer where a total is shared out evenly, the remainder to the first ones."""
     return tuple(slots // layers + (i < slots % layers) for i in range(layers))
+
+
+@lru_cache(maxsize=8)
+def all_keys(layers: int, experts: int) -> tuple[tuple[Key, ...], ...]:
+    """Every expert's key by layer; the same objects in every run, as making them takes longer than a short run."""
+    return tuple(tuple(Key(layer, expert) for expert in range(experts)) for layer in range(layers))
 
 
 class Residency:
@@ -27,7 +34,7 @@ class Residency:
         self.capacity = capacity
         self.staging = staging
         self.physical_slots = sum(capacity) + staging
-        self.keys = [tuple(Key(layer, e) for e in range(experts)) for layer in range(layers)]
+        self.keys = all_keys(layers, experts)
         self.by_layer: list[dict[int, int]] = [{} for _ in range(layers)]
         self.resident = Residents(self.by_layer, self.keys)
         self.flying: dict[Key, int] = {}

@@ -231,31 +231,33 @@ class Engine:
 
     def _with_others(self, plan: Plan) -> int:
         """A layer in which something may disturb the copies, or that uses the CPU; the CPU's ns."""
-        cpu_ns = self._cpu_total(plan) if plan.cpu else 0
+        load = plan.load
+        cpu_ns = self._cpu_total(plan, load) if plan.cpu else 0
         if not (plan.copies or plan.joins or plan.cpu):
-            self._work(plan.gpu, plan.load)
-        elif plan.copies or plan.joins or self._exact or not self.link.idle or not self._cpu_alone(plan, cpu_ns):
-            self._by_events(plan, cpu_ns)
+            self._work(plan.gpu, load)
+        elif plan.copies or plan.joins or self._exact or not self._cpu_alone(plan, load, cpu_ns):
+            self._by_events(plan, load, cpu_ns)
         return cpu_ns
 
-    def _cpu_alone(self, plan: Plan, cpu_ns: int) -> bool:
-        reading = cpu_ns - self._cpu_fixed(plan)
-        if not self.dram.idle or not self.dram.carries(len(plan.cpu) * self.driver.setup.expert_bytes, reading):
+    def _cpu_alone(self, plan: Plan, load: dict[int, int], cpu_ns: int) -> bool:
+        """In closed form: a layer whose CPU experts nothing disturbs; False if something may."""
+        reading, size = cpu_ns - self._cpu_fixed(plan), len(plan.cpu) * self.driver.setup.expert_bytes
+        if not (self.link.idle and self.dram.idle and self.dram.carries(size, reading)):
             return False
         self._cpu.add("busy", cpu_ns)
         self.dram.meter.add("busy", reading)
         done = self.now + cpu_ns
         if self.driver.policy.serial_tiers:
             self._wait_until(done, "wait_cpu")
-        done += self._work(plan.gpu, plan.load, beside=done)
+        done += self._work(plan.gpu, load, beside=done)
         self._wait_until(done, "wait_cpu")
         self._spend(self.rates.costs.hybrid_ns, "hybrid")
         return True
 
-    def _by_events(self, plan: Plan, cpu_ns: int) -> None:
+    def _by_events(self, plan: Plan, load: dict[int, int], cpu_ns: int) -> None:
         """Serve a layer whose copies and CPU experts go through the environment."""
         self._set_clock()
-        layer, load, done = plan.demand.layer, plan.load, self.now + cpu_ns
+        layer, done = plan.demand.layer, self.now + cpu_ns
         arrivals = [(e, self._joined(Key(layer, e))) for e in plan.joins]
         arrivals += [(e, self.link.demand(Key(layer, e))) for e in plan.copies]
         cpu = self._start_cpu(plan, cpu_ns) if plan.cpu else None
@@ -277,8 +279,7 @@ class Engine:
         """The copy that was on its way at the gate; None if it landed while the policy was deciding."""
         return self.link.join(key) if key in self.driver.cache.flying else None
 
-    def _cpu_total(self, plan: Plan) -> int:
-        load = plan.load
+    def _cpu_total(self, plan: Plan, load: dict[int, int]) -> int:
         return self.rates.costs.cpu_first_ns + sum(self._cpu_ns[load[e]] for e in plan.cpu)
 
     def _cpu_fixed(self, plan: Plan) -> int:

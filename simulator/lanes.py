@@ -121,7 +121,11 @@ class Dram:
         if not self.flows:
             return
         capacity, waiting = self._capacity, len(self.flows)
-        for flow in sorted(self.flows, key=lambda f: f.rate * f.share) if waiting > 1 else self.flows:
+        if waiting == 1 and (flow := self.flows[0]).share == 1.0 and flow.rate <= capacity:  # as nearly always
+            flow.speed = _FULL
+            _after(self._env, max(0, -(-flow.left // _FULL)), self._wake, self._version)
+            return
+        for flow in sorted(self.flows, key=lambda f: f.rate * f.share):
             wish = flow.rate if flow.share == 1.0 else int(flow.rate * flow.share)
             granted = min(wish, capacity // waiting)
             flow.speed = _FULL if granted == flow.rate else max(1, granted * _FULL // flow.rate)
