@@ -11,7 +11,6 @@ from ..traces.console import say, show_json, show_size, show_table
 from ..traces.models import Pair
 from ..traces.prompts import Prompt
 from .audit import audit, in_words
-from .check import Difference
 from .models import Models
 from .predict import Prediction
 from .session import Result, Settings
@@ -93,13 +92,6 @@ def _show_prediction(prediction: Prediction) -> None:
     ]
     show_table("Prediction of this very run by the simulator; ms per output token by cause", rows)
     say(f"predicted {prediction.predicted:.1f}, measured {prediction.measured:.1f} tokens/s: {prediction.error:+.1%}")
-
-
-def show_difference(d: Difference) -> str:
-    return (
-        f"sequence {d.sequence} differs from transformers' greedy generate at position {d.position} ({d.ours} "
-        f"instead of {d.theirs}); there its two best logits are {d.margin:.4g} apart"
-    )
 
 
 def _texts(models: Models, prompts: Sequence[Prompt], result: Result) -> list[dict[str, str]]:
