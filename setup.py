@@ -14,7 +14,7 @@ setup(
             depends=sorted(str(path) for path in SOURCES.glob("*.h")),
             # No fast-math and no fused steps but those written down: results are the same on every instruction set.
             extra_compile_args=["-O3", "-ffp-contract=off", "-std=gnu11", "-pthread"],
-            extra_link_args=["-pthread"],
+            extra_link_args=["-pthread", "-lm"],
             optional=True,
         )
     ]

@@ -143,7 +143,9 @@ def chosen() -> Choice:
         raise InputError(f"SPAC_KERNELS={name}: this processor lacks it; choose auto")
     if name == "auto" and isa == b"scalar" and platform.machine() in ("x86_64", "AMD64"):
         return Choice(library, path, None, "this processor lacks AVX2, and torch is faster than plain C")
-    return Choice(library, path, isa.decode(), "the best this processor has" if name == "auto" else f"SPAC_KERNELS={name}")
+    return Choice(
+        library, path, isa.decode(), "the best this processor has" if name == "auto" else f"SPAC_KERNELS={name}"
+    )
 
 
 def choose(name: str) -> None:
@@ -165,11 +167,13 @@ def describe() -> dict[str, object]:
     }
 
 
-def threads() -> int:
-    """How many threads compute experts: `SPAC_THREADS`, else one less than the physical cores that we may use."""
+def threads(emulated: bool = False) -> int:
+    """How many threads compute experts: `SPAC_THREADS`, else one less than the physical cores that we may use, or half
+    of them where the fast device is `emulated` and needs the other half."""
     asked = os.environ.get("SPAC_THREADS", "")
     if not asked:
-        return max(1, physical_cores() - 1)
+        cores = physical_cores()
+        return max(1, cores // 2 if emulated else cores - 1)
     if not asked.isdecimal() or not 1 <= int(asked) <= 256:
         raise InputError(f"SPAC_THREADS={asked}: takes a number from 1 to 256")
     return int(asked)

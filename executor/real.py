@@ -6,9 +6,8 @@ known only when it has got there, so a layer's times are read when they are: at 
 The CUDA parts have not been run: there was no GPU where this was written.
 """
 
-import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 
@@ -19,6 +18,8 @@ from ..policies.driver import Driver, Plan
 from ..policies.interface import Key, LayerReport, StepInfo, Where
 from ..simulator.engine import gate_forecasts
 from ..simulator.machine import Rates
+from ..traces.console import warn
+from . import kernels
 from .device import Stamp
 from .host import Routed, fill_placement
 from .lanes import Copy, CpuTier, Job, Link, Shared
@@ -62,11 +63,12 @@ class RealHost:
         self._step = -1
         self._open: deque[LayerMoments] = deque()
         self._threads_before = torch.get_num_threads()
-        # Half for the fast device where it is emulated, half for the CPU tier.
-        threads = max(1, min(self._threads_before, (os.cpu_count() or 2) // 2))
-        torch.set_num_threads(threads)
+        threads = kernels.threads(emulated=self._device.place.type == "cpu")
+        torch.set_num_threads(min(self._threads_before, threads))
         self._device.start()
         store.pin(self._device)
+        if (trouble := self._device.trouble()) is not None:
+            warn(trouble)
         fill_placement(driver, store, arena)
         self._shared = Shared(self._device)
         self._link = Link(self._shared, driver, rates, store, arena)
@@ -106,7 +108,7 @@ class RealHost:
             self._collect()
             plan = self._ask(call, routed)
             if plan.cpu:
-                call.host_hidden  # noqa: B018 (fetched now, while the device has nothing else to do)
+                call.fetch()
                 job = self._cpu.submit(call, plan.cpu)
             else:
                 job = None
@@ -116,8 +118,7 @@ class RealHost:
         if job is not None and self.driver.policy.serial_tiers:
             self._wait_cpu(job, moments)
         self._residents(call, plan, moments)
-        for copy in arrivals:
-            self._arrival(call, copy, moments)
+        self._arrivals(call, arrivals, moments)
         if job is not None:
             self._wait_cpu(job, moments)
             call.bring(plan.cpu)
@@ -157,26 +158,43 @@ class RealHost:
 
     def _residents(self, call: Call, plan: Plan, moments: LayerMoments) -> None:
         resident, layer = self.driver.cache.resident, call.layer
-        begin = self._device.stamp()
-        for expert in plan.gpu:
-            begin = self._compute(call, expert, resident[Key(layer, expert)], begin, moments)
+        self._compute(call, plan.gpu, [resident[Key(layer, e)] for e in plan.gpu], self._device.stamp(), moments)
 
-    def _arrival(self, call: Call, copy: Copy, moments: LayerMoments) -> None:
-        begin = self._device.stamp()
-        self._link.arrive(copy)
-        there = self._device.stamp()
-        moments.wait_copy.append((begin, there))
-        self._compute(call, copy.key.expert, copy.slot, there, moments)
-        if copy.passing:
-            self._link.release(copy)
+    def _arrivals(self, call: Call, copies: Sequence[Copy], moments: LayerMoments) -> None:
+        """Each copied expert as it lands; those that landed meanwhile go together."""
+        at = 0
+        while at < len(copies):
+            begin = self._device.stamp()
+            self._link.arrive(copies[at])
+            there, first = self._device.stamp(), at
+            moments.wait_copy.append((begin, there))
+            at += 1
+            while at < len(copies) and (ticket := copies[at].ticket) and self._device.passed(ticket.end):
+                at += 1
+            group = copies[first:at]
+            self._compute(call, [c.key.expert for c in group], [c.slot for c in group], there, moments)
+            for copy in group:
+                if copy.passing:
+                    self._link.release(copy)
 
-    def _compute(self, call: Call, expert: int, slot: int, begin: Stamp, moments: LayerMoments) -> Stamp:
-        """One expert on the device; the moment when it is done, after which its slot may be overwritten."""
-        call.compute(expert, self.arena, slot)
-        end = self._device.stamp()
-        self._link.last_use[slot] = end
-        moments.work.append((expert, len(call.places[expert]), begin, end))
-        return end
+    def _compute(
+        self, call: Call, experts: Sequence[int], slots: Sequence[int], begin: Stamp, moments: LayerMoments
+    ) -> None:
+        """Experts on the device; their slots may be overwritten when that is over."""
+        if self._device.prompt:
+            for expert, slot in zip(experts, slots, strict=True):
+                call.compute(expert, self.arena, slot)
+                end = self._device.stamp()
+                self._link.last_use[slot] = end
+                moments.work.append((expert, len(call.places[expert]), begin, end))
+                begin = end
+        elif experts:
+            spent = call.compute_all(experts, self.arena, slots)
+            scale = (self._device.stamp() - begin) / max(1, sum(spent))  # what the call itself takes is shared out
+            for expert, ns in zip(experts, spent, strict=True):
+                end = begin + round(ns * scale)
+                moments.work.append((expert, len(call.places[expert]), begin, end))
+                begin = end
 
     def _wait_cpu(self, job: Job, moments: LayerMoments) -> None:
         begin = self._device.stamp()

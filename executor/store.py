@@ -15,6 +15,7 @@ from ..traces.console import show_size, warn
 from ..traces.errors import InputError
 from .device import Device, Pins, device_of
 from .formats import Format
+from .kernels import Matrices
 
 ALIGNMENT = 64  # bytes: a cache line, and what vector loads like
 
@@ -64,6 +65,11 @@ class Record:
     def size(self) -> int:
         """Bytes of one expert."""
         return self.offsets[-1]
+
+    @cached_property
+    def matrices(self) -> Matrices:
+        """The same for the compiled kernels."""
+        return Matrices(self.format, self.dtype, self.hidden, self.width, self.up_rows, self.biased, self.offsets)
 
     def up(self, flat: torch.Tensor) -> torch.Tensor:
         """Up's bytes [U, row bytes], a view of a flat record."""
@@ -145,6 +151,11 @@ class HostStore:
         """One expert's bytes [record.size]."""
         return self._slabs[key.layer][key.expert]
 
+    def address(self, key: Key) -> int:
+        """Where one expert's bytes begin."""
+        slab = self._slabs[key.layer]
+        return slab.data_ptr() + key.expert * slab.stride(0)
+
     def weights(self, key: Key) -> Weights:
         return self.record.weights(self.flat(key))
 
@@ -180,6 +191,10 @@ class Arena:
     def flat(self, slot: int) -> torch.Tensor:
         """The bytes [record.size] of the expert in a slot."""
         return self._slab[slot]
+
+    def address(self, slot: int) -> int:
+        """Where a slot begins in the device's memory."""
+        return self._slab.data_ptr() + slot * self.record.size
 
     def weights(self, slot: int) -> Weights:
         return self.record.weights(self.flat(slot))
