@@ -10,6 +10,7 @@ from .cli_metrics import metrics
 from .cli_planning import planning
 from .cli_plot import plot
 from .cli_policies import policies
+from .cli_report import report
 from .cli_run import run
 from .cli_signs import signs
 from .cli_sweep import sweep
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command("run")(run)
 app.command("sweep")(sweep)
 app.command("plot")(plot)
+app.command("report")(report)
 app.command("ablate")(ablate)
 app.command("fit")(fit)
 app.command("validate")(validate)

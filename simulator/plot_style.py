@@ -18,6 +18,7 @@ from .metrics import OK
 from .results import Row, Slice
 
 COLUMN = 3.3  # inches, a column of a two-column paper
+CAPTION = "caption"  # the id of the text below a figure
 PANELS = 3  # cache sizes that are shown side by side at most
 INK, SOFT, FAINT, BAD = "#1a1a1a", "#5f5f5f", "#d9d9d9", "#b00020"
 # Colours from Okabe and Ito's palette, which colour-blind readers can tell apart.
@@ -149,7 +150,8 @@ def finish(figure: Figure, title: str, part: Slice, keys: Sequence[Any] = (), no
     said = f"{note}. {part.caption}" if note else part.caption
     wide = figure.get_figwidth() / COLUMN
     title = ("SYNTHETIC: " if part.synthetic else "") + title
-    figure.supxlabel(fill(said, int(77 * wide), break_on_hyphens=False), x=0.02, ha="left", fontsize=5.5, color=SOFT)
+    below = fill(said, int(77 * wide), break_on_hyphens=False)
+    figure.supxlabel(below, x=0.02, ha="left", fontsize=5.5, color=SOFT, gid=CAPTION)
     if keys:  # the legend carries the title, for the layout does not keep two things above the panels apart
         bold = {"weight": "bold", "size": 8}
         figure.legend(handles=list(keys), title=title, title_fontproperties=bold, alignment="left", ncols=2,
