@@ -10,7 +10,7 @@ tell them from the fixed ones.
 
 import os
 import platform
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..simulator.machine import DEFAULTS, UNITS, Machine, Quantity, Rates, rates_for
 from .copies import measure_copies
@@ -28,12 +28,19 @@ class EmulatedLink:
     bandwidth: float = 100e6
     latency_ns: float = 20e3
 
+    def entries(self) -> dict[str, Quantity]:
+        """Of a profile."""
+        return {
+            "link.bandwidth": Quantity(self.bandwidth, "emulated", "--link-bandwidth"),
+            "link.copy_fixed": Quantity(self.latency_ns, "emulated", "--link-latency"),
+        }
+
 
 def calibrate(
     subject: Subject, link: EmulatedLink | None = None, name: str = "this-machine", rounds: int = ROUNDS
 ) -> Machine:
     """A profile of this machine for this subject. On a CPU the link is what `link` says."""
-    start = Machine(name, "", _blank(subject, link or EmulatedLink()))
+    start = Machine(name, "", blank(subject, link or EmulatedLink()))
     return profile(start, subject, [observe_round(subject, start) for _ in range(rounds)])
 
 
@@ -110,7 +117,7 @@ def _amount(work: Rates, figure: str) -> float:
     }[figure]
 
 
-def _blank(subject: Subject, link: EmulatedLink) -> dict[str, Quantity]:
+def blank(subject: Subject, link: EmulatedLink) -> dict[str, Quantity]:
     """Nothing measured yet: no cost anywhere but on the link."""
     unlimited = ("gpu.bandwidth", "gpu.compute", "host.bandwidth", "cpu.bandwidth", "cpu.compute")
     entries = {e: Quantity(ENDLESS if e in unlimited else 0.0, "assumed", "not told from fixed costs") for e in UNITS}
@@ -119,14 +126,7 @@ def _blank(subject: Subject, link: EmulatedLink) -> dict[str, Quantity]:
     shape, draft = subject.shape, subject.draft_shape
     if subject.device.type == "cuda":
         return entries | measure_copies(subject)
-    entries["link.bandwidth"] = Quantity(link.bandwidth, "emulated", "--link-bandwidth")
-    entries["link.copy_fixed"] = Quantity(link.latency_ns, "emulated", "--link-latency")
+    entries |= link.entries()
     vram = shape.dense_bytes + (draft.dense_bytes if draft else 0) + shape.all_expert_bytes // 2
     entries["gpu.vram"] = Quantity(vram, "emulated", "dense weights, the draft and half of the experts")
     return entries
-
-
-def with_policy_time(machine: Machine, ns: float, source: str = "mean of the run") -> Machine:
-    """The same machine with the decision time that a run really had."""
-    entry = Quantity(max(0.0, ns), "measured", source)
-    return replace(machine, quantities={**machine.quantities, "policy.layer": entry})

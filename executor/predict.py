@@ -1,17 +1,17 @@
 """What the simulator says of a run that has just been made: same trace, policy, slots and machine."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..policies.interface import Policy
-from ..simulator.machine import Machine
+from ..simulator.machine import Machine, Quantity
 from ..simulator.run import simulate
 from ..simulator.timeline import MEASURED, SIMULATED, Timeline
 from ..simulator.traced import spans_of
 from ..traces.errors import InputError
 from ..traces.reader import open_trace
 from ..traces.schema import Kind
-from .calibrate import with_policy_time
 from .session import Result
 from .times import StepTimes
 
@@ -37,7 +37,7 @@ def predict(trace: Path, policy: Policy, machine: Machine, result: Result, seed:
     `policy` is a fresh object of the run's policy. The decision time charged is the run's own mean.
     """
     steps = _steps(result)
-    run = simulate(open_trace(trace), policy, _machine_of(machine, steps), result.slots, seed)
+    run = simulate(open_trace(trace), policy, priced_by_run(machine, steps), result.slots, seed)
     if run.error:
         raise InputError(run.error)
     simulated = [s for s in run.steps if s.kind is not Kind.PREFILL]
@@ -46,14 +46,14 @@ def predict(trace: Path, policy: Policy, machine: Machine, result: Result, seed:
     return Prediction(
         predicted=tokens * 1e9 / wall if wall else 0.0,
         measured=result.tokens_per_s,
-        predicted_split=_per_token([s.gpu for s in simulated], tokens),
-        measured_split=_per_token([s.split() for s in steps], tokens),
+        predicted_split=per_token([s.gpu for s in simulated], tokens),
+        measured_split=per_token([s.split() for s in steps], tokens),
     )
 
 
 def compare_lanes(trace: Path, policy: Policy, machine: Machine, result: Result, seed: int = 0) -> Timeline:
     """What every lane did in a run that kept its spans, and in the simulation that predicts it; as `predict`."""
-    simulated = spans_of(open_trace(trace), policy, _machine_of(machine, _steps(result)), result.slots, seed=seed)
+    simulated = spans_of(open_trace(trace), policy, priced_by_run(machine, _steps(result)), result.slots, seed=seed)
     return {SIMULATED: simulated, MEASURED: result.spans}
 
 
@@ -62,14 +62,20 @@ def _steps(result: Result) -> list[StepTimes]:
     return [s for s in result.times if isinstance(s, StepTimes) and s.kind is not Kind.PREFILL]
 
 
-def _machine_of(machine: Machine, steps: list[StepTimes]) -> Machine:
+def priced_by_run(machine: Machine, steps: Sequence[StepTimes]) -> Machine:
     """The machine with the run's own decision time."""
     layers = [layer for step in steps for layer in step.layers]
     return with_policy_time(machine, sum(layer.policy for layer in layers) / max(1, len(layers)))
 
 
-def _per_token(splits: list[dict[str, int]], tokens: int) -> dict[str, float]:
-    """ms an output token."""
+def with_policy_time(machine: Machine, ns: float, source: str = "mean of the run") -> Machine:
+    """The same machine with the decision time that a run really had."""
+    entry = Quantity(max(0.0, ns), "measured", source)
+    return replace(machine, quantities={**machine.quantities, "policy.layer": entry})
+
+
+def per_token(splits: Sequence[Mapping[str, int]], tokens: int) -> dict[str, float]:
+    """ms an output token, by cause."""
     total: dict[str, float] = {}
     for split in splits:
         for name, ns in split.items():

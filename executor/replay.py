@@ -6,8 +6,9 @@ Stand-ins are said to be such: a layer's attention, norms and router are one mat
 its own. So a replay times a machine, and is the ground truth for the simulator on it; what it computes is noise.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from time import sleep
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from ..policies.driver import Counters, PolicyError
 from ..policies.interface import Key, Policy, StepInfo
 from ..simulator.machine import rates_for
+from ..simulator.run import simulate
 from ..traces.errors import InputError
 from ..traces.redraft import drafted
 from ..traces.schema import DraftShape, Kind, ModelShape, Step
@@ -26,6 +28,7 @@ from .formats import EXACT, QUANTISED, Format
 from .host import RING, Routed
 from .memory import ROOM
 from .moe import Call
+from .predict import per_token, priced_by_run
 from .session import Settings, host_for
 from .store import HostStore, Record
 from .times import StepTimes
@@ -91,6 +94,15 @@ def first_layers(trace: Steps, layers: int | None) -> Steps:
 
     note = f"The first {count} of {there} MoE layers." if count < there else ""
     return View(replace(trace.header, target=cut, notes=f"{trace.header.notes} {note}".strip()), steps)
+
+
+def paused(trace: Steps) -> Steps:
+    """The same with a draft of one layer and no bytes: a pause of `gpu.draft_fixed` and the launches of a layer."""
+    draft = trace.header.draft
+    if draft is None:
+        return trace
+    bare = replace(draft, layers=1, dense_bytes=0)
+    return View(replace(trace.header, draft=bare), lambda: iter(trace.steps()))
 
 
 def in_format(trace: Steps, name: str) -> Steps:
@@ -217,3 +229,49 @@ def _layer(rig: Rig, host: Any, layer: int, step: Step, hidden: torch.Tensor) ->
     call = Call(layer, rig.module, hidden, ids.tolist(), applied)
     host.layer(call, lambda: Routed(ids, weights, ahead))
     call.merge()
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Steps after prefill and warm-up, measured and simulated: tpot_ms and split_ms by cause; hit_rate of all steps
+    after prefill."""
+
+    measured: dict[str, Any]
+    simulated: dict[str, Any]
+    tokens: int
+
+
+def compare(
+    rig: Rig, trace: Steps, policy: Callable[[], Policy], settings: Settings, limit: int, warm_up: int = 0
+) -> Compared:
+    """Replay on this machine and simulate the same steps; decision time as the replay had it.
+
+    `policy` makes a fresh object. InputError: nothing is left to be counted.
+    """
+    live = replay(rig, trace, policy(), settings, limit)
+    taken = [i for i, step in enumerate(live.times) if step.kind is not Kind.PREFILL][warm_up:]
+    tokens = sum(live.emitted[i] for i in taken)
+    if not tokens:
+        raise InputError(f"--limit-steps {limit}: no steps after prefill and --warm-up {warm_up} are left; give more")
+    machine = priced_by_run(settings.machine, [live.times[i] for i in taken])
+    run = simulate(first_steps(trace, limit), policy(), machine, settings.slots, settings.seed)
+    if run.error:
+        raise InputError(run.error)
+    sides = []
+    for steps, splits, count in (
+        (live.times, [live.times[i].split() for i in taken], live.decode),
+        (run.steps, [run.steps[i].gpu for i in taken], run.decode),
+    ):
+        sides.append(
+            {
+                "hit_rate": count.hits / max(1, count.needed),
+                "tpot_ms": sum(steps[i].wall_ns for i in taken) / 1e6 / tokens,
+                "split_ms": per_token(splits, tokens),
+            }
+        )
+    return Compared(*sides, tokens)
+
+
+def first_steps(trace: Steps, limit: int) -> Steps:
+    """A trace that ends after `limit` steps."""
+    return View(trace.header, lambda: iter(islice(trace.steps(), limit)))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moe_spac.executor.calibrate import EmulatedLink, _blank, calibrate, profile
+from moe_spac.executor.calibrate import EmulatedLink, blank, calibrate, profile
 from moe_spac.executor.copies import fit_copies
 from moe_spac.executor.fits import Figures, arrival, contention, figures, line, plane, typical
 from moe_spac.executor.predict import predict
@@ -56,7 +56,7 @@ def test_figures_are_those_of_the_steps():
 
 def test_a_profile_gives_the_figures_back(load_live):
     subject = PairSubject(load_live("own"))
-    start = Machine("here", "", _blank(subject, EmulatedLink(1e8, 20e3)))
+    start = Machine("here", "", blank(subject, EmulatedLink(1e8, 20e3)))
     made = profile(start, subject, [FIGURES, FIGURES])
     made = parse_machine(show_machine(made), "here.toml")
     shape = subject.shape
@@ -75,7 +75,7 @@ def test_the_median_round_counts_and_the_spread_is_told(load_live):
     from dataclasses import replace
 
     subject = PairSubject(load_live("own"))
-    start = Machine("here", "", _blank(subject, EmulatedLink()))
+    start = Machine("here", "", blank(subject, EmulatedLink()))
     rounds = [replace(FIGURES, hybrid=ns) for ns in (700, 30_000, 900)]
     entry = profile(start, subject, rounds).quantities["cpu.hybrid_layer"]
     assert entry.value == 900
@@ -131,7 +131,7 @@ def test_a_measured_profile_can_be_written_and_read(measured, load_live):
 
 def test_a_probe_sends_experts_where_its_pattern_says(load_live):
     subject = PairSubject(load_live("own"))
-    start = Machine("here", "", _blank(subject, EmulatedLink(1e9, 0)))
+    start = Machine("here", "", blank(subject, EmulatedLink(1e9, 0)))
     steps = subject.observe(Probe("ggc"), start, brief=True)
     for one in (s.times for s in steps if s.times.tokens == 1):  # top-2: g, g in layer 0; g, c in layer 1
         assert [(len(x.work), len(x.cpu_work)) for x in one.layers[:2]] == [(2, 0), (1, 1)]

@@ -1,0 +1,274 @@
+"""Simulator against live on this machine: hit rates and time per output token (TPOT) of both, policy by policy.
+
+Calibration and runs take turns: every repetition measures the machine, runs every cell (link, slots, policy), and is
+predicted from the measurements on either side of it, because a shared machine's speed drifts by more than the model
+errs. What is compared is the median over the repetitions. A policy's decision time is charged as it was in the other
+repetitions, so no run helps to predict itself.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+from ..policies.driver import Counters, Driver
+from ..policies.load import load_policy
+from ..simulator.engine import Engine
+from ..simulator.machine import Machine, Rates, rates_for
+from ..simulator.run import simulate
+from ..traces.errors import InputError
+from ..traces.prompts import Prompt
+from ..traces.reader import open_trace
+from ..traces.schema import Kind
+from ..traces.speculate import Options
+from ..traces.views import Steps
+from .calibrate import EmulatedLink, blank, observe_round, profile
+from .fits import Figures
+from .models import Models
+from .predict import per_token, with_policy_time
+from .probe import PairSubject, RigSubject, Subject
+from .replay import Rig, first_steps, replay
+from .session import Settings, run
+from .times import StepTimes
+
+HITS_POINTS = 1.0  # how far hit rates may be apart
+TPOT_ERROR = 0.10
+APART = 0.10  # policies that differ by more must come in the same order
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run: the emulated link, slots a layer, a policy."""
+
+    link: EmulatedLink
+    slots: int
+    policy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A run, live or simulated. ms a token, share of needed experts that were resident, ns a layer of deciding."""
+
+    tpot: float
+    hits: float
+    split: dict[str, float]
+    policy_ns: float = 0.0
+
+
+@dataclass(slots=True)
+class Row:
+    """One cell: what each repetition measured and what was predicted for it."""
+
+    cell: Cell
+    live: list[Sample] = field(default_factory=list)
+    simulated: list[Sample] = field(default_factory=list)
+    exact: bool | None = None  # hits under the virtual clock are those of the simulator
+
+    @property
+    def measured(self) -> float:
+        return median(s.tpot for s in self.live)
+
+    @property
+    def predicted(self) -> float:
+        return median(s.tpot for s in self.simulated)
+
+    @property
+    def errors(self) -> list[float]:
+        """By repetition; +0.1 is ten per cent too slow a prediction."""
+        return [s.tpot / m.tpot - 1 for s, m in zip(self.simulated, self.live, strict=True)]
+
+    @property
+    def error(self) -> float:
+        return median(self.errors)
+
+    @property
+    def points(self) -> float:
+        """Hit rate simulated less live, in percentage points."""
+        return 100 * median(s.hits - m.hits for s, m in zip(self.simulated, self.live, strict=True))
+
+    def good(self) -> bool:
+        return abs(self.error) <= TPOT_ERROR and abs(self.points) <= HITS_POINTS and self.exact is not False
+
+
+class Stage(Protocol):
+    """What runs: `live` on this machine, `trace` what it routes, for the policy that asks gates ahead or not.
+
+    pauses: nothing drafts, and a pause as long as the profile says that policies hear stands for it.
+    """
+
+    name: str
+    pauses: bool
+
+    @property
+    def subject(self) -> Subject: ...
+    def live(self, cell: Cell, machine: Machine) -> Sample: ...
+    def virtual(self, cell: Cell, machine: Machine) -> Counters: ...
+    def trace(self, cell: Cell) -> Steps: ...
+
+
+@dataclass(slots=True)
+class PairStage:
+    """A pair of models that answers prompts; its traces go to `folder`, one a policy."""
+
+    models: Models
+    prompts: Sequence[Prompt]
+    options: Options
+    folder: Path
+    name: str = "embedded pair"
+    pauses: bool = False
+
+    @property
+    def subject(self) -> Subject:
+        return PairSubject(self.models)
+
+    def live(self, cell: Cell, machine: Machine) -> Sample:
+        result = run(self.models, load_policy(cell.policy), self.prompts, self._settings(cell, machine))
+        return live_sample([s for s in result.times if isinstance(s, StepTimes)], result.new_tokens, result.decode)
+
+    def virtual(self, cell: Cell, machine: Machine) -> Counters:
+        settings = self._settings(cell, machine, "virtual", self._file(cell))
+        return run(self.models, load_policy(cell.policy), self.prompts, settings).decode
+
+    def trace(self, cell: Cell) -> Steps:
+        """Written by the virtual clock's run, which comes first."""
+        return open_trace(self._file(cell))
+
+    def _file(self, cell: Cell) -> Path:
+        return self.folder / f"{cell.policy}.spac".replace("/", "_")
+
+    def _settings(self, cell: Cell, machine: Machine, clock: Any = "real", record: Path | None = None) -> Settings:
+        total = cell.slots * len(self.models.pair.shape.moe_layers)
+        return Settings(machine, total, clock, self.options, record=record)
+
+
+@dataclass(slots=True)
+class RigStage:
+    """A trace's routing on random experts; its first `limit` steps."""
+
+    rig: Rig
+    steps: Steps
+    limit: int
+    name: str
+    pauses: bool = True
+
+    @property
+    def subject(self) -> Subject:
+        return RigSubject(self.rig, 2 * self.rig.shape.top_k)
+
+    def live(self, cell: Cell, machine: Machine) -> Sample:
+        total = cell.slots * len(self.rig.shape.moe_layers)
+        found = replay(self.rig, self.steps, load_policy(cell.policy), Settings(machine, total), self.limit)
+        return live_sample(found.times, sum(found.emitted), found.decode)
+
+    def virtual(self, cell: Cell, machine: Machine) -> Counters:
+        total = cell.slots * len(self.rig.shape.moe_layers)
+        settings = Settings(machine, total, "virtual")
+        return replay(self.rig, self.steps, load_policy(cell.policy), settings, self.limit).decode
+
+    def trace(self, cell: Cell) -> Steps:
+        return first_steps(self.steps, self.limit)
+
+
+def live_sample(times: Sequence[StepTimes], tokens: int, count: Counters) -> Sample:
+    """What a live run's steps after prefill come to."""
+    steps = [s for s in times if s.kind is not Kind.PREFILL]
+    layers = [x for s in steps for x in s.layers]
+    decide = sum(x.policy for x in layers) / max(1, len(layers))
+    split = per_token([s.split() for s in steps], tokens)
+    return Sample(_ms(s.wall_ns for s in steps) / tokens, _hits(count), split, decide)
+
+
+def simulated_sample(
+    trace: Steps, policy: str, told: Machine, slots: int, charged: Machine | None = None, pauses: bool = False
+) -> tuple[Sample, Counters]:
+    """The same of a simulation; InputError if the policy fails. `slots` is a total.
+
+    told: whose costs the policy hears, as it does live. charged: what time is spent by, if that was measured anew;
+    with `pauses` all but the draft's.
+    """
+    shapes = trace.header.target, trace.header.draft
+    rates = rates_for(charged or told, *shapes)
+    if pauses:
+        rates = replace(rates, draft_token_ns=rates_for(told, *shapes).draft_token_ns)
+
+    def engine(driver: Driver, _: Rates, *more: Any, **options: Any) -> Engine:
+        return Engine(driver, rates, *more, **options)
+
+    found = simulate(trace, load_policy(policy), told, slots, engine_of=engine)
+    if found.error:
+        raise InputError(found.error)
+    steps = [s for s in found.steps if s.kind is not Kind.PREFILL]
+    tokens = max(1, sum(s.emitted for s in steps))
+    split = per_token([s.gpu for s in steps], tokens)
+    return Sample(_ms(s.wall_ns for s in steps) / tokens, _hits(found.decode), split), found.decode
+
+
+def _ms(ns: Iterable[int]) -> float:
+    return sum(ns) / 1e6
+
+
+def _hits(count: Counters) -> float:
+    return count.hits / max(1, count.needed)
+
+
+def contest(
+    stage: Stage, cells: Sequence[Cell], repetitions: int = 5, tell: Callable[[str], None] = lambda _: None
+) -> list[Row]:
+    """Measure and predict every cell. `tell` is told what is going on.
+
+    Policies hear the costs of the first calibration, live and simulated.
+    """
+    rows = [Row(cell) for cell in cells]
+    start = Machine("this-machine", "", blank(stage.subject, EmulatedLink()))
+    rounds: list[Figures] = []
+
+    def measure() -> None:
+        tell("measuring the machine")
+        rounds.append(observe_round(stage.subject, start))
+
+    measure()
+    first = profile(start, stage.subject, rounds)
+    for number in range(repetitions):
+        for i in range(len(rows)):  # every repetition begins with another cell
+            row = rows[(i + number * len(rows) // repetitions) % len(rows)]
+            tell(f"repetition {number + 1} of {repetitions}: {row.cell.policy}, {row.cell.slots} slots")
+            row.live.append(stage.live(row.cell, linked(first, row.cell.link)))
+        measure()
+    for row in rows:
+        tell(f"predicting {row.cell.policy}, {row.cell.slots} slots")
+        near = [profile(start, stage.subject, rounds[i : i + 2]) for i in range(repetitions)]
+        _predict(stage, row, first, near)
+    return rows
+
+
+def linked(machine: Machine, link: EmulatedLink) -> Machine:
+    """The machine with an emulated link."""
+    return replace(machine, quantities={**machine.quantities, **link.entries()})
+
+
+def _predict(stage: Stage, row: Row, first: Machine, near: Sequence[Machine]) -> None:
+    """near: the machine as it was around each repetition."""
+    cell = row.cell
+    told, total = linked(first, cell.link), cell.slots * len(stage.subject.shape.moe_layers)
+    count = stage.virtual(cell, told)
+    for i, machine in enumerate(near):
+        others = [s.policy_ns for j, s in enumerate(row.live) if j != i] or [row.live[i].policy_ns]
+        charged = with_policy_time(linked(machine, cell.link), median(others), "median of the other repetitions")
+        sample, _ = simulated_sample(stage.trace(cell), cell.policy, told, total, charged, stage.pauses)
+        row.simulated.append(sample)
+    _, same = simulated_sample(stage.trace(cell), cell.policy, told, total)
+    row.exact = same == count
+
+
+def orders(rows: Sequence[Row]) -> tuple[int, list[tuple[Row, Row]]]:
+    """Pairs of policies on one link with the same slots that differ live by more than APART; and those of them that
+    the simulator puts in the other order."""
+    pairs = [
+        (a, b)
+        for a, b in combinations(rows, 2)
+        if (a.cell.link, a.cell.slots) == (b.cell.link, b.cell.slots)
+        and max(a.measured, b.measured) > (1 + APART) * min(a.measured, b.measured)
+    ]
+    return len(pairs), [(a, b) for a, b in pairs if (a.measured < b.measured) != (a.predicted < b.predicted)]
