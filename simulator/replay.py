@@ -65,8 +65,9 @@ def _layer(
     needed: Needed | None = None,
 ) -> None:
     plan = driver.gate(layer, ids, weights, scores, needed)
-    for expert in plan.copies:
-        driver.landed(Key(layer, expert), 0)
-    driver.layer_ends(LayerReport(layer, 0, 0, 0, 0, 0))
+    if driver.hears_landing:
+        for expert in plan.copies:
+            driver.landed(Key(layer, expert), 0)
+    driver.layer_ends(LayerReport(layer, 0, 0, 0, 0, 0) if driver.hears_layers else None)
     while (key := driver.next_fetch()) is not None:
         driver.landed(key, 0)
