@@ -124,11 +124,8 @@ class Driver:
                 raise PolicyError(f"policy {self.policy.name} knows the future, so it cannot change it by drafting")
             self._ask(self.policy.reveal, self.future)
         self._place()
-        self._dispatch, self._victim, self._writes_back = (
-            self.policy.dispatch,
-            self.policy.victim,
-            self.policy.write_back,
-        )
+        self._dispatch, self._victim = self.policy.dispatch, self.policy.victim  # asked in every layer
+        self._writes_back = self.policy.write_back
 
     def _hears(self, name: str) -> bool:
         """Whether the policy has a method of its own: calls that would do nothing are saved."""

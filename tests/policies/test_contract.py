@@ -238,3 +238,11 @@ def test_a_policy_that_misbehaves_is_named_o31(policy, says):
     with pytest.raises(PolicyError, match=says):  # noqa: PT012 (either call may be the one that fails)
         driver.gate(0, np.array([[1]]))
         driver.next_fetch()
+
+
+def test_nothing_is_resident_that_the_model_does_not_have():
+    """A policy may look a layer ahead of the last one, or behind the first."""
+    policy = load_policy("static")
+    view = Driver(policy, make_setup(policy, 2, 4, 4)).cache_view
+    assert [view.resident(Key(layer, 0)) for layer in (-1, 0, 1, 2)] == [False, True, True, False]
+    assert not view.resident(Key(1, 4))
