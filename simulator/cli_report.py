@@ -32,8 +32,11 @@ def report(
     parts, out = read_slices(folder), out or folder / "report.html"
     findings = []
     for at, part in enumerate(parts):
+        why = "" if simulate else "--no-simulate was given"
+        if simulate and at >= SIMULATED:
+            why = f"changes are simulated for the first {SIMULATED} traces and machines only"
         with progress_bar(f"simulating changes, {part.machine.name}", 100) as tell:
-            findings.append(_find(folder, part, simulate and at < SIMULATED, tell))
+            findings.append(_find(folder, part, why, tell))
     with progress_bar("drawing", 100) as tell:
         text = page(f"{parts[0].trace}: {folder.name}", findings, tell)
     write_whole(out, text.encode())
@@ -43,15 +46,15 @@ def report(
     return 0 if any(f.best for f in findings) else 1
 
 
-def _find(folder: Path, part: "Slice", simulate: bool, tell: "Callable[[int], None] | None") -> "Findings":
+def _find(folder: Path, part: "Slice", why_not: str, tell: "Callable[[int], None] | None") -> "Findings":
     from .page import Findings
     from .whatif import chosen, what_if
 
     best = chosen(part)
     if best is None:
         return Findings(part, None, None, "no run has the status ok")
-    if not simulate:
-        return Findings(part, best, None, f"changes are simulated for the first {SIMULATED} of a sweep, if at all")
+    if why_not:
+        return Findings(part, best, None, why_not)
     try:
         return Findings(part, best, what_if(folder, part, best, tell))
     except InputError as error:

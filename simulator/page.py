@@ -40,16 +40,20 @@ class Findings:
 
 
 def page(title: str, findings: Sequence[Findings], tell: Callable[[int], None] | None = None) -> str:
-    """The whole document. `tell` hears of every figure drawn."""
+    """The whole document. `tell` hears how many per cent of its figures are drawn."""
     parts = [f.part for f in findings]
-    many = len(findings) > 1
-    body = (_overview(findings) if many else "") + "".join(_about(f, "h2" if many else "h1") for f in findings)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{CSS}</style></head><body><main>{body}"
+        f"<title>{escape(title)}</title><style>{CSS}</style></head><body><main>{sections(findings)}"
         f"{_figures(parts, tell)}{_footer(parts)}</main></body></html>\n"
     )
+
+
+def sections(findings: Sequence[Findings]) -> str:
+    """All that is said, without figures: for several traces and machines an overview, then each of them."""
+    many = len(findings) > 1
+    return (_overview(findings) if many else "") + "".join(_about(f, "h2" if many else "h1") for f in findings)
 
 
 def _overview(findings: Sequence[Findings]) -> str:
@@ -57,7 +61,7 @@ def _overview(findings: Sequence[Findings]) -> str:
     ran = [(f.part, f.best) for f in findings if f.best]
     wins = Counter(short(best["policy"]) for _, best in ran)
     lines = "".join(
-        f"<li>{escape(part.trace)} on {escape(part.machine.name)}: {escape(short(best['policy']))}, {speed(best):.1f} "
+        f"<li>{escape(part.trace)} on {escape(part.machine.name)}: {_name(best)}, {speed(best):.1f} "
         f"tokens/s with {escape(size_words(best['size']))}</li>"
         for part, best in ran
     )
@@ -90,15 +94,15 @@ def _verdict(f: Findings, best: Row, tag: str) -> str:
     part, second = f.part, runner_up(f.part, best)
     drafted = best["draft_length"]
     how = f"drafts of {drafted} token{'s' * (drafted > 1)}" if drafted else "plain decoding"
-    claim = f"{escape(short(best['policy']))} with {how} is fastest: {speed(best):.1f} tokens a second"
+    claim = f"{_name(best)} with {how} is fastest: {speed(best):.1f} tokens a second"
     lead = [f"{size_words(best['size'])}"]
     if second:
-        lead.append(f"{speed(best) / speed(second):.2f} times the next policy, {escape(short(second['policy']))}")
+        lead.append(f"{speed(best) / speed(second):.2f} times the next policy, {_name(second)}")
     if bound := best.get("fluid_bound_tokens_per_s"):
         lead.append(f"{speed(best) / bound:.0%} of what no lossless policy can exceed here")
     lead.append(f"what limits it is the {escape(_limit(best))}")
     said = f'<p class="lead">{"; ".join(lead)}.</p>'
-    over = [r for r in part.main if speed(r) and not fits(r, part.machine)]
+    over = sorted((r for r in part.main if speed(r) and not fits(r, part.machine)), key=lambda r: r["slots"])
     if over and fits(best, part.machine):
         sizes = ", ".join(dict.fromkeys(size_words(r["size"]) for r in over))
         card = part.machine["gpu.vram"] / 2**30
@@ -108,6 +112,11 @@ def _verdict(f: Findings, best: Row, tag: str) -> str:
     elif over:
         said += '<p class="bad">This needs more memory than the card has; no run that was asked for fits it.</p>'
     return _head(part, claim, tag) + said + _cards(part, best)
+
+
+def _name(row: Row) -> str:
+    """A policy's name, which is not broken at its hyphens."""
+    return f'<span class="name">{escape(short(row["policy"]))}</span>'
 
 
 def _sentence(words: str) -> str:

@@ -75,7 +75,7 @@ h3{font-size:1rem;margin:1.5rem 0 .5rem}
 p{margin:0 0 .75rem;max-width:42rem}
 .kicker{font-size:.8125rem;letter-spacing:.08em;text-transform:uppercase;color:var(--soft);margin:0}
 .lead{font-size:1.125rem;line-height:1.5;color:var(--ink)}
-.soft{color:var(--soft)} .bad{color:var(--bad)} .small{font-size:.875rem}
+.name{white-space:nowrap} .soft{color:var(--soft)} .bad{color:var(--bad)} .small{font-size:.875rem}
 section{border-top:1px solid var(--line);padding:1.75rem 0 .75rem;margin-top:1.25rem}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(8.5rem,1fr));gap:0 1.5rem;margin:1.5rem 0 0;padding:0;
  border-top:2px solid var(--ink)}
@@ -107,7 +107,8 @@ pre{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--paper);border:1
  margin:0 0 .75rem}
 @media(max-width:36rem){main{padding:1.5rem 1rem 3rem}
  .bars li{grid-template-columns:minmax(0,1fr) 5rem} .bars .bar{grid-column:1/-1;grid-row:2}
- .bars .why{grid-row:3} table{font-size:.8125rem} th,td{padding:.4rem .3rem} th{font-size:.75rem;white-space:normal}}
+ .bars .why{grid-row:3} table{font-size:.8125rem} th,td{padding:.4rem .3rem} th{font-size:.75rem;white-space:normal}
+ tr>:nth-child(5):not([colspan]){display:none}}
 @media print{body{background:#fff} .figure{break-inside:avoid}}
 """
 )

@@ -85,7 +85,7 @@ def what_if(folder: Path, part: Slice, best: Row, tell: Callable[[int], None] | 
     second = runner_up(part, best)
     slots = min(best["slots"] * FACTOR, part.layers * part.header.target.experts)
     machines = {name: _faster(part.machine, entries) for name, entries in UPGRADES.items()}
-    others = [p for p in OTHERS if p not in part.policies] + [second["policy"]] * (second is not None)
+    others = [p for p in OTHERS if p not in part.policies] + ([second["policy"]] if second else [])
     ends = [calibrated(part.machine).at(side) for side in (LOW, HIGH)]
     todo: list[tuple[Machine, str, int]] = [
         (part.machine, best["policy"], best["slots"]),
