@@ -103,9 +103,9 @@ class Chat:
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": stream.text}]
         if self.status is not None:
             words = words_for(answer.policy, hit_rate(answer), stream.tokens, answer.seconds)
-            more = f", {answer.reused} of {answer.prompt} prompt tokens kept"
             accepted = answer.generation.acceptance
-            self.status.show(words + more + ("" if accepted is None else f", {accepted:.0%} of drafts accepted"))
+            drafts = "" if accepted is None else f", drafts {accepted:.0%}"
+            self.status.show(f"{words}{drafts}, {answer.reused}/{answer.prompt} read before")
         return answer
 
     def _write(self, text: str) -> None:
@@ -123,7 +123,7 @@ def context_of(session: Session) -> int:
 
 
 def words_for(policy: str, rate: float | None, tokens: int, seconds: float) -> str:
-    hits = "no experts needed yet" if rate is None else f"{rate:.1%} of experts resident"
+    hits = "no experts yet" if rate is None else f"{rate:.1%} hits"
     return f"{policy}: {hits}, {tokens} tokens, {tokens / seconds:.1f} tokens/s"
 
 

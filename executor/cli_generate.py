@@ -58,6 +58,10 @@ def generate(
         Path | None,
         typer.Option(metavar="FILE", help="Write what every lane did, simulated and measured, for ui.perfetto.dev."),
     ] = None,
+    events: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Log all that the policy is told and asked, with its answers.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit 1 where the cache or the draft did nothing.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Compare the tokens with transformers' own greedy ones.")
     ] = False,
@@ -81,8 +85,9 @@ def generate(
         raise InputError(f"--clock {clock}: unknown; choose real or virtual")
     if check and temperature > 0:
         raise InputError("--check: only greedy output can be compared; leave out --temperature")
-    if record is not None and not record.parent.is_dir():
-        raise InputError(f"--record {record}: no such folder {record.parent}; make it first")
+    for flag, file in (("--record", record), ("--events", events)):
+        if file is not None and not file.parent.is_dir():
+            raise InputError(f"{flag} {file}: no such folder {file.parent}; make it first")
     if timeline is not None and clock != "real":
         raise InputError("--timeline: needs the real clock; for simulated time alone use spac-sim run --timeline")
     given = prompts_of(prompt, prompts, prompt_limit)
@@ -111,12 +116,12 @@ def generate(
         if trace is None and clock == "real":
             trace = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spac-"))) / "run.spac"
         settings = Settings(
-            profile, total, clock, options, seed, budget, trace, timeline=timeline is not None  # type: ignore[arg-type]
+            profile, total, clock, options, seed, budget, trace, events, timeline is not None  # type: ignore[arg-type]
         )  # fmt: skip
         result = run(models, chosen_policy, given, settings, source_of(prompt, prompts))
         if timeline is not None:
             _draw(timeline, policy, settings, result)
-        return _tell(models, policy, given, settings, result, check, json)
+        return _tell(models, policy, given, settings, result, check, strict, json)
 
 
 def _draw(file: Path, policy: str, settings: Any, result: Any) -> None:
@@ -129,13 +134,21 @@ def _draw(file: Path, policy: str, settings: Any, result: Any) -> None:
 
 
 def _tell(
-    models: "Models", policy: str, prompts: "list[Prompt]", settings: Any, result: Any, check: bool, json: bool
+    models: "Models",
+    policy: str,
+    prompts: "list[Prompt]",
+    settings: Any,
+    result: Any,
+    check: bool,
+    strict: bool,
+    json: bool,
 ) -> int:
-    """Print what there is to print; 1 if the check found a difference that rounding does not explain."""
+    """Print what there is to print; 1 if the check found a difference that rounding does not explain, or `strict` a
+    status that is not ok."""
     from ..traces.prompts import encode
     from .check import find_difference
     from .predict import predict
-    from .report import document, show
+    from .report import document, facts, show
 
     prediction = difference = None
     if settings.clock == "real" and result.decode_s > 0:
@@ -153,4 +166,5 @@ def _tell(
         show(models, prompts, settings, result, prediction)
         if check:
             say("tokens identical to transformers' own greedy generate" if difference is None else str(difference))
-    return 1 if difference is not None and not difference.explained else 0
+    idle = strict and facts(models, settings, result)["status"] != "ok"
+    return 1 if (difference is not None and not difference.explained) or idle else 0

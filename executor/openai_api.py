@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ..traces.speculate import Options
+from .result import status_of
 from .serve import Finished
 from .session import Session
-from .totals import hit_rate, stalls, status_of
+from .totals import hit_rate, stalls
 
 COOLEST = 1e-3  # a temperature between this and 0 gives numbers beyond what can be sampled from
 
@@ -231,8 +232,9 @@ def timings(finished: Finished) -> dict[str, Any]:
 def experts(finished: Finished, session: Session) -> dict[str, Any]:
     """What no other server has: where the experts were. Counts are of everything after the prompt."""
     answer = finished.answer
+    drafts = session.models.pair.draft is not None and session.settings.options.draft_length > 0
     return {
-        "status": status_of(answer, session),
+        "status": status_of(session.settings.slots, answer.prefill + answer.decode, drafts, [answer.generation]),
         "policy": answer.policy,
         "hit_rate": hit_rate(answer),
         "experts_on_cpu": answer.decode.cpu,

@@ -7,13 +7,14 @@ from typing import Any
 from rich.markup import escape
 
 from ..simulator.machine import Machine, rates_for
-from ..traces.console import say, show_json, show_size, show_table
+from ..traces.console import say, show_json, show_size, show_table, warn
 from ..traces.models import Pair
 from ..traces.prompts import Prompt
 from .audit import audit, in_words
 from .models import Models
 from .predict import Prediction
-from .session import Result, Settings
+from .result import WHY, Result, status_of
+from .session import Settings
 
 
 def facts(models: Models, settings: Settings, result: Result) -> dict[str, Any]:
@@ -21,7 +22,9 @@ def facts(models: Models, settings: Settings, result: Result) -> dict[str, Any]:
     shape, count = models.pair.shape, result.decode
     tokens = max(1, result.new_tokens)
     steps = sum(g.verifies + g.decodes for g in result.generations)
+    drafts = models.pair.draft is not None and settings.options.draft_length > 0
     return {
+        "status": status_of(result.slots, result.prefill + result.decode, drafts, result.generations),
         "policy": result.policy,
         "clock": result.clock,
         "machine": settings.machine.name,
@@ -72,12 +75,14 @@ def show(
         "arena bytes": show_size(found["arena_bytes"]),
         "bytes per token": show_size(found["bytes_per_token"]),
     }
-    wide = ("clock", "machine", "sequences", "fallbacks", "decode s")
+    wide = ("status", "clock", "machine", "sequences", "fallbacks", "decode s")
     show_table(
         f"{result.policy} on the {result.clock} clock, machine {settings.machine.name}",
         [{k: v for k, v in row.items() if k not in wide}],
     )
     say(in_words(audit(models)))
+    if found["status"] in WHY:
+        warn(f"{found['status']}: {WHY[found['status']]}")
     if prediction is not None:
         _show_prediction(prediction)
 

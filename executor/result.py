@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..policies.driver import Counters
+from ..simulator.metrics import INACTIVE, OK
 from ..simulator.steptimes import StepTime
 from ..simulator.timeline import Span
 from ..traces.schema import Kind
@@ -13,6 +14,20 @@ from .times import StepTimes
 
 Clock = Literal["real", "virtual"]
 Times = Sequence[StepTimes | StepTime]
+
+IDLE_DRAFT = "DRAFT_IDLE"
+WHY = {
+    INACTIVE: "no expert was ever resident or copied, so these figures are not those of a cache",
+    IDLE_DRAFT: "the draft proposed nothing, so these figures are not those of speculation",
+}
+
+
+def status_of(slots: int, counts: Counters, speculates: bool, generations: Sequence[Generation]) -> str:
+    """ "ok", or why figures are not what they seem (a key of `WHY`). counts: prefill and decode together."""
+    if slots == 0 or (counts.needed and counts.hits + counts.copies + counts.joins == 0):
+        return INACTIVE
+    idle = not any(g.drafted for g in generations) and any(len(g.tokens) > 1 for g in generations)
+    return IDLE_DRAFT if speculates and idle else OK
 
 
 @dataclass(slots=True)

@@ -7,12 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..simulator.metrics import INACTIVE, OK
 from .result import Answer
 from .session import Session
 from .times import StepTimes
 
-IDLE_DRAFT = "DRAFT_IDLE"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Labels = Mapping[str, str]
 Sample = tuple[Labels, float]
@@ -75,15 +73,6 @@ def stalls(answer: Answer) -> dict[str, float]:
 def hit_rate(answer: Answer) -> float | None:
     """Experts resident when needed, of all needed after the prompt."""
     return answer.decode.hits / answer.decode.needed if answer.decode.needed else None
-
-
-def status_of(answer: Answer, session: Session) -> str:
-    """ "ok", or why an answer's figures are not those of a working cache (or draft)."""
-    both = answer.prefill + answer.decode
-    if session.settings.slots == 0 or (both.needed and both.hits + both.copies + both.joins == 0):
-        return INACTIVE
-    wanted = session.models.pair.draft is not None and session.settings.options.draft_length > 0
-    return IDLE_DRAFT if wanted and not answer.generation.drafted and len(answer.generation.tokens) > 1 else OK
 
 
 def exposition(totals: Totals, waiting: int, running: bool, places: int, session: Session | None) -> str:
