@@ -295,11 +295,11 @@ def _open(
 
 
 def _draft_shape(pair: Pair) -> ModelShape:
-    if pair.draft not in pair.models or pair.draft_shape is None or not moe_blocks(pair.draft):
+    if not isinstance(pair.draft, torch.nn.Module) or pair.draft_shape is None or not moe_blocks(pair.draft):
         name = "none" if pair.draft_shape is None else pair.draft_shape.name
         raise InputError(f"--draft-out: the draft ({name}) has no routed experts; leave it out")
-    dtype = str(pair.draft.dtype).removeprefix("torch.")
-    return model_shape(pair.draft.config, pair.draft_shape.name, dtype)
+    draft: Any = pair.draft
+    return model_shape(draft.config, pair.draft_shape.name, str(draft.dtype).removeprefix("torch."))
 
 
 def _run(
