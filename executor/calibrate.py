@@ -89,6 +89,7 @@ def profile(start: Machine, subject: Subject, rounds: list[Figures]) -> Machine:
 # Entries that are a figure: which, and what it is.
 PLAIN = {
     "gpu.launch": ("dense_fixed", "a layer without its experts, beside what grows"),
+    "gpu.first_expert": ("gpu_call", "computing experts together, beside what grows with them"),
     "gpu.expert_fixed": ("gpu_fixed", "an expert on the fast device, beside what grows with its tokens"),
     "gpu.step_fixed": ("step", "embedding, head and loop of a step"),
     "policy.layer": ("policy", "driver with a policy that decides nothing"),

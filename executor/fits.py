@@ -16,14 +16,16 @@ Price = Callable[[int], float]  # ns of an expert with so many tokens
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """ns, but for `overlap`. dense: of a layer without its experts, by tokens and by tokens of context. Experts: fixed
-    and a token, on either tier alone. overlap: share of the time in which both tiers compute that each loses."""
+    """ns, but for `overlap`. dense: of a layer without its experts, by tokens and by tokens of context. Experts: of a
+    call, an expert and a token, on either tier alone. overlap: share of the time in which both tiers compute that each
+    loses."""
 
     dense_fixed: float
     dense_token: float
     dense_context: float
     step: float
     policy: float
+    gpu_call: float
     gpu_fixed: float
     gpu_token: float
     cpu_first: float
@@ -62,17 +64,18 @@ def figures(
     # Where a draft runs in between, caches are colder; so its steps are taken for those of several rows.
     rows = [*(s for s in alone if s.times.tokens == 1), *(drafting or (s for s in alone if s.times.tokens > 1))]
     dense = plane([(s.times.tokens, s.context + s.times.tokens, _before(s)) for s in rows])
-    gpu = line([work for x in layers(rows) for work in x.work])
+    call, *gpu = calls([(len(x.work), sum(n for n, _ in x.work), x.expert) for x in layers(rows)])
     cpu = line([work for x in layers(on_cpu) for work in x.cpu_work[1:]])
     cpu_price = priced(cpu)
     first = typical(x.cpu_work[0][1] - cpu_price(x.cpu_work[0][0]) for x in layers(on_cpu) if x.cpu_work)
-    hybrid, overlap = contention(layers(on_cpu), layers(both), priced(gpu), cpu_price, max(0.0, first))
+    hybrid, overlap = contention(layers(on_cpu), layers(both), (call, priced(gpu)), (max(0.0, first), cpu_price))
     tails = [s.times.layers[0].before - _before(s) + s.times.tail for s in rows]
     verifies = [s.times for s in drafting if s.times.kind is Kind.VERIFY]
     return Figures(
         *dense,
         step=typical(tails),
         policy=typical(x.policy for x in layers(rows)),
+        gpu_call=call,
         gpu_fixed=gpu[0],
         gpu_token=gpu[1],
         cpu_first=max(0.0, first),
@@ -95,7 +98,7 @@ def _before(seen: Seen) -> float:
     return float(np.mean([x.before for x in times[1:] or times]))
 
 
-def priced(fitted: tuple[float, float]) -> Price:
+def priced(fitted: Sequence[float]) -> Price:
     fixed, slope = fitted
     return lambda tokens: fixed + slope * tokens
 
@@ -130,6 +133,15 @@ def plane(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, f
     return tuple(positive(columns, table[:, 2], ((0, 1, 2), (0, 1), (0, 2), (0,))))  # type: ignore[return-value]
 
 
+def calls(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """ns of a call, an expert and a token, from (experts, tokens, ns) of layers whose experts were computed at once."""
+    table = np.array(points, float).reshape(-1, 3)
+    kept = table[table[:, 2] <= np.quantile(table[:, 2] / table[:, 0], 0.99) * table[:, 0]] if len(table) else table
+    columns = np.column_stack([np.ones(len(kept)), kept[:, :2]])
+    found = positive(columns, kept[:, 2], ((0, 1, 2), (0, 1), (1, 2), (1,), (0, 2)))
+    return tuple(found)  # type: ignore[return-value]
+
+
 def positive(columns: np.ndarray, values: np.ndarray, choices: Sequence[Sequence[int]]) -> np.ndarray:
     """Least squares with some of the columns, those of the best choice whose coefficients are not below 0."""
     best, answer = np.inf, np.zeros(columns.shape[1])
@@ -143,18 +155,20 @@ def positive(columns: np.ndarray, values: np.ndarray, choices: Sequence[Sequence
 
 
 def contention(
-    on_cpu: Sequence[LayerTimes], both: Sequence[LayerTimes], gpu: Price, cpu: Price, first: float
+    on_cpu: Sequence[LayerTimes], both: Sequence[LayerTimes], gpu: tuple[float, Price], cpu: tuple[float, Price]
 ) -> tuple[float, float]:
     """What a layer on two tiers costs beyond the slower of them alone: a fixed part, and a share of the time in which
-    both compute. Layers on the CPU alone give the fixed part with nothing beside it."""
+    both compute. Layers on the CPU alone give the fixed part with nothing beside it.
+
+    gpu, cpu: ns of a call and of an expert, alone.
+    """
     lost, beside = [], []
     for x in (*on_cpu, *both):
-        if not x.cpu_work:
-            continue
-        fast = sum(gpu(n) for n, _ in x.work)
-        slow = first + sum(cpu(n) for n, _ in x.cpu_work)
-        lost.append(x.wall - x.policy - max(fast, slow))
-        beside.append(min(fast, slow))
+        if x.cpu_work:
+            fast = gpu[0] + sum(gpu[1](n) for n, _ in x.work) if x.work else 0.0
+            slow = cpu[0] + sum(cpu[1](n) for n, _ in x.cpu_work)
+            lost.append(x.wall - x.policy - max(fast, slow))
+            beside.append(min(fast, slow))
     if not lost:
         return 0.0, 0.0
     fixed, share = positive(np.column_stack([np.ones(len(lost)), beside]), np.array(lost), ((0, 1), (0,), (1,)))

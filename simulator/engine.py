@@ -14,7 +14,7 @@ two can see each other: at gates, at the ends of layers, and while the GPU waits
 copies or CPU experts, their times are worked out in closed form; `exact=True` leaves that out, to the same result.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -204,7 +204,7 @@ class Engine:
             if self.driver.prefetches:  # the link looks for work when the last one has landed
                 last = begin + each * count - int(self.env.now)
                 self.env.timeout(last).callbacks.append(self.link.wake)  # type: ignore[union-attr]
-        if len(plan.demand.ids) > 1 or self.rates.arrival_ns:
+        if len(plan.demand.ids) > 1 or self.rates.arrival_ns or self.rates.call_ns:
             worked, waited = self._one_by_one(plan)
         else:  # the last wait ends with the first or the last landing, for all experts take one time
             worked = one * len(plan.demand.experts)
@@ -218,14 +218,19 @@ class Engine:
 
     def _one_by_one(self, plan: Plan) -> tuple[int, int]:
         """ns of work and of waiting where experts take different times."""
-        load, times, each, arrival = plan.load, self._gpu_ns, self._copy_ns, self.rates.arrival_ns
-        now = sum([times[load[e]] for e in plan.gpu])
+        load, times, each = plan.load, self._gpu_ns, self._copy_ns
+        arrival, call = self.rates.arrival_ns, self.rates.call_ns
+        now = sum([times[load[e]] for e in plan.gpu], call if plan.gpu else 0)
         lands = waited = 0
+        called = -1
         for expert in plan.copies:
             lands += each
             if lands > now:
                 waited += lands + arrival - now
                 now = lands + arrival
+            if lands > called:  # else it is computed with what landed before
+                called = now
+                now += call
             now += times[load[expert]]
         return now - waited, waited
 
@@ -266,11 +271,14 @@ class Engine:
         for _, copy in arrivals:
             if copy is not None and copy.pageable:
                 self._wait(copy, "wait_copy")
+        begin, called = self.now, -1
         late = self._work(plan.gpu, load, beside=done)
         for expert, copy in arrivals:
             if copy is not None:
                 self._wait(copy, "wait_copy", self.rates.arrival_ns)
-            late += self._work((expert,), load, beside=done + late)
+            alone = (begin if copy is None else copy.at) > called  # else computed with what landed before
+            called = self.now if alone else called
+            late += self._work((expert,), load, beside=done + late, call=alone)
         if cpu is not None:
             self._wait(cpu, "wait_cpu", late)
             self._spend(self.rates.costs.hybrid_ns, "hybrid")
@@ -321,10 +329,10 @@ class Engine:
             self.now += ns
             self._gpu[label] += ns
 
-    def _work(self, experts: Iterable[int], load: dict[int, int], beside: int = 0) -> int:
+    def _work(self, experts: Sequence[int], load: dict[int, int], beside: int = 0, call: bool = True) -> int:
         """Compute experts, the CPU tier being busy until `beside`; ns that both tiers lose to each other by it."""
         times = self._gpu_ns
-        ns, lost = sum([times[load[e]] for e in experts]), 0
+        ns, lost = sum([times[load[e]] for e in experts], self.rates.call_ns if call and experts else 0), 0
         if self.rates.overlap and beside > self.now:
             lost = round(self.rates.overlap * min(ns, beside - self.now))
         self._spend(ns + lost, "expert")

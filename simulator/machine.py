@@ -39,6 +39,7 @@ UNITS: dict[str, dict[str, float]] = {
     "gpu.context_bandwidth": RATE,
     "gpu.launch": TIME,
     "gpu.kernels_per_layer": COUNT,
+    "gpu.first_expert": TIME,
     "gpu.expert_fixed": TIME,
     "gpu.step_fixed": TIME,
     "gpu.draft_fixed": TIME,
@@ -67,6 +68,7 @@ DEFAULTS: dict[str, tuple[float, str]] = {
     "gpu.headroom": (256 * 2**20, "kept free so that the driver does not begin to page (Crow#86: 7x slower near full)"),
     "gpu.dense_compute": (0.0, "default: as gpu.compute"),
     "gpu.context_bandwidth": (0.0, "default: as gpu.bandwidth"),
+    "gpu.first_expert": (0.0, "default: experts that are computed together cost no more than their sum"),
     "link.arrival": (0.0, "default: whoever waits for a copy goes on when it has landed"),
     "link.chunk": (2e6, "default: an expert is copied in pieces of about this size, and demand may go between them"),
     "link.d2h_bandwidth": (0.0, "default: as fast as host to device"),
@@ -195,6 +197,7 @@ class Rates:
     host (0: as the other way) and `both_ways` is the share of its speed that a copy to the device keeps meanwhile.
     The first `pinned_experts`, in order of (layer, expert), lie in pinned memory (-1: all); the others are copied at
     the pageable prices, and nothing is launched until they have landed. `costs` has the price of pinned ones, if any.
+    Experts that are there together are computed together, for `call_ns` more; what lands later is another call.
     A wait for a copy ends `arrival_ns` after it landed. While both tiers compute, each is slower by `overlap` of the
     time that its work takes alone: where they are threads on the same cores, or both read host memory.
     """
@@ -214,6 +217,7 @@ class Rates:
     pinned_experts: int = -1
     pageable_fixed_ns: int = 0
     pageable_bytes_ns: int = 0
+    call_ns: int = 0
     arrival_ns: int = 0
     overlap: float = 0.0
 
@@ -265,6 +269,7 @@ def rates_for(machine: Machine, shape: ModelShape, draft: DraftShape | None = No
         pinned_experts=pinned,
         pageable_fixed_ns=pageable[0],
         pageable_bytes_ns=pageable[1],
+        call_ns=round(m["gpu.first_expert"]),
         arrival_ns=round(m["link.arrival"]),
         overlap=m["cpu.overlap"],
     )

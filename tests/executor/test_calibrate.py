@@ -15,7 +15,7 @@ from moe_spac.simulator.machine import Machine, parse_machine, rates_for, show_m
 from moe_spac.traces.schema import Kind
 from moe_spac.traces.speculate import Options
 
-FIGURES = Figures(10_000, 500, 2, 1_000, 50, 2_000, 300, 900, 4_000, 400, 700, 0.25, 60, 80_000)
+FIGURES = Figures(10_000, 500, 2, 1_000, 50, 150, 2_000, 300, 900, 4_000, 400, 700, 0.25, 60, 80_000)
 
 
 def seen(kind: Kind, rows: int, context: int, work=(), cpu_work=(), lost=0, wait_copy=0, draft=0) -> Seen:
@@ -32,16 +32,15 @@ def seen(kind: Kind, rows: int, context: int, work=(), cpu_work=(), lost=0, wait
 
 
 def one_round() -> Figures:
-    alone = [seen(Kind.DECODE, 1, c, [(1, 2_300)] * 2) for c in (50, 60, 70, 80)]
-    drafting = [
-        seen(Kind.VERIFY, 5, c, [(1, 2_300), (2, 2_600), (3, 2_900), (4, 3_200)], draft=4 * 80_000)
-        for c in (20, 90, 99)
-    ]
+    alone = [seen(Kind.DECODE, 1, c, [(1, 2_375)] * 2) for c in (50, 60, 70, 80)]
+    alone += [seen(Kind.DECODE, 1, c, [(1, 2_350)] * 3) for c in (50, 60, 70, 80)]
+    work = [(1, 2_338), (2, 2_637), (3, 2_938), (4, 3_237)]
+    drafting = [seen(Kind.VERIFY, 5, c, work, draft=4 * 80_000) for c in (20, 90, 99)]
     on_cpu = [seen(Kind.DECODE, 2, 0, cpu_work=[(1, 5_300), (1, 4_400), (2, 4_800)], lost=700)] * 4
-    # Both tiers: 4,600 ns beside 900 + 4,400; then 9,600 beside 900 + 4,800.
+    # Both tiers: 4,750 ns beside 900 + 4,400; then 9,450 beside 900 + 4,800.
     both = [
-        seen(Kind.DECODE, 1, 0, [(1, 2_300)] * 2, [(1, 5_300)], lost=700 + 4_600 // 4),
-        seen(Kind.DECODE, 1, 0, [(1, 2_300)] * 2 + [(9, 4_700)], [(2, 5_700)], lost=700 + 5_700 // 4),
+        seen(Kind.DECODE, 1, 0, [(1, 2_375)] * 2, [(1, 5_300)], lost=700 + 4_750 // 4),
+        seen(Kind.DECODE, 1, 0, [(1, 2_375)] * 2 + [(9, 4_700)], [(2, 5_700)], lost=700 + 5_700 // 4),
     ]
     # Three copies of 20,000, work of 2,300 behind the first two: waits of 60,000 - 4,600, and once 60.
     copying = [seen(Kind.DECODE, 1, 0, [(1, 2_300)] * 3, wait_copy=55_460)]
@@ -65,7 +64,8 @@ def test_a_profile_gives_the_figures_back(load_live):
     assert rates.dense_ns(5, 100) == pytest.approx(10_000 + 2_500 + 210, abs=2)
     assert [costs.gpu_ns(n) for n in (1, 4)] == pytest.approx([2_300, 3_200], abs=2)
     assert [costs.cpu_ns(n) for n in (1, 4)] == pytest.approx([4_400, 5_600], abs=2)
-    assert (costs.cpu_first_ns, costs.hybrid_ns, rates.overlap, rates.arrival_ns) == (900, 700, 0.25, 60)
+    assert (rates.call_ns, costs.cpu_first_ns, costs.hybrid_ns) == (150, 900, 700)
+    assert (rates.overlap, rates.arrival_ns) == (0.25, 60)
     assert (rates.step_ns, rates.policy_ns, rates.draft_token_ns) == (1_000, 50, 80_000)
     assert (costs.copy_fixed_ns, costs.copy_bytes_ns) == (20_000, shape.expert_bytes * 10)
     assert "2 rounds" in made.quantities["gpu.launch"].source
@@ -98,7 +98,7 @@ def test_contention_without_a_layer_on_both_tiers_is_none():
     def price(tokens: int) -> float:
         return 0.0
 
-    assert contention([], [], price, price, 0.0) == (0.0, 0.0)
+    assert contention([], [], (0.0, price), (0.0, price)) == (0.0, 0.0)
     assert arrival([], 1) == 0.0
 
 

@@ -54,3 +54,21 @@ def test_a_wait_for_a_copy_ends_after_its_arrival_and_none_does_where_nobody_wai
     # Copies of 20 behind work of 30: the second is there already when the first has been computed.
     ((wall, _),) = steps_of(decode([0, 1]), exact, copy=20, gpu=30, arrival_ns=7)
     assert wall == 27 + 30 + 30
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_experts_that_are_there_together_are_one_call(exact):
+    # Two copies of 100 are two calls of 5; then both are residents and one call.
+    first, second = steps_of(decode([0, 1], [0, 1]), exact, copy=100, gpu=30, call_ns=5)
+    assert first == (235, {"wait_copy": 100 + 65, "expert": 70})
+    assert second == (65, {"expert": 65})
+    # Copies of 20 behind work of 50: at 55 the second is there, too late for the call that began at 20.
+    ((wall, _),) = steps_of(decode([0, 1]), exact, copy=20, gpu=50, call_ns=5)
+    assert wall == 20 + 55 + 55
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_copies_that_land_while_residents_are_computed_are_one_call(exact):
+    # Residents 0 and 1 take 65; 3 and 4 land at 20 and 40 and go together.
+    (*_, (wall, gpu)) = steps_of(decode([0, 1], [0, 1, 3, 4]), exact, copy=20, gpu=30, call_ns=5)
+    assert (wall, gpu) == (130, {"expert": 130})
