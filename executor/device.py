@@ -189,7 +189,7 @@ class Emulated:
 
     def __init__(self, vram: int | None = None, pin_limit: int | None = None) -> None:
         self._vram, self._pin_limit = vram, pin_limit
-        self._taken = self._pinned = 0
+        self._taken = self._pinned = self._busy_until = 0
         self._stopped = threading.Event()
 
     def enter(self) -> None:
@@ -245,9 +245,10 @@ class Emulated:
     def send(
         self, target: torch.Tensor, source: torch.Tensor, pins: Pins, after: Stamp | None, begin: int, ns: int
     ) -> Ticket:
-        begin = begin or perf_counter_ns()
+        begin = max(begin or perf_counter_ns(), self._busy_until)
         target.copy_(source)
-        return Ticket(begin, max(begin + ns, perf_counter_ns()))
+        self._busy_until = max(begin + ns, perf_counter_ns())
+        return Ticket(begin, self._busy_until)
 
     def landed(self, ticket: Ticket) -> None:
         while (left := ticket.end - perf_counter_ns()) > 0 and not self._stopped.is_set():
@@ -257,6 +258,7 @@ class Emulated:
         self.landed(ticket)
 
     def start(self) -> None:
+        self._busy_until = 0
         self._stopped.clear()
 
     def stop(self) -> None:

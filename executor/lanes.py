@@ -22,6 +22,7 @@ from .moe import Call
 from .store import Arena, HostStore
 
 JOIN_SECONDS = 2.0
+AHEAD = 4  # wanted copies given to the device before the first of them has landed
 
 
 class Shared:
@@ -136,9 +137,10 @@ class Link:
     """Copies demand in order, and whenever none waits what the policy wants to prefetch; as the simulator's link does.
 
     A prefetch goes in pieces, and makes way for demand between them; then the policy is asked whether it goes on. What
-    a layer waits for goes in one piece. A copy's first piece, and the first after an interruption, pays the fixed cost.
-    On an emulated device the times are the profile's, counted from when the link was free, so that late wake-ups do not
-    add up. Whoever notices first that a piece has landed does what is to be done then.
+    a layer waits for goes in one piece, several given to the device at once. A copy's first piece, and the first after
+    an interruption, pays the fixed cost. On an emulated device the times are the profile's, counted from when the link
+    was free, so that late wake-ups do not add up. Whoever notices first that a piece has landed does what is to be done
+    then.
     """
 
     def __init__(self, shared: Shared, driver: Driver, rates: Rates, store: HostStore, arena: Arena) -> None:
@@ -201,6 +203,7 @@ class Link:
                 self._demand[0].asked = perf_counter_ns()  # it had to wait for this place
                 self._work.notify()
             self._ring.append(copy.slot)
+            self._send_demand()
 
     def _join(self, key: Key) -> Copy:
         copy = self._prefetches[key]
@@ -230,19 +233,23 @@ class Link:
                     return
             if copy is not None:
                 self._send(copy)
-            if self._flying and (copy is None or len(self._flying) >= self._device.depth):
-                self._await_first()
+                if len(self._flying) < (AHEAD if copy.demand else self._device.depth):
+                    continue
+            self._await()
 
-    def _await_first(self) -> None:
-        """Sleep until the first piece has landed, unless the main thread sees it before."""
+    def _await(self) -> None:
+        """Sleep until something has landed that asks for a decision: a piece of a prefetch, or all that is wanted.
+
+        Whoever waits for one of several wanted copies sees by himself when it is there.
+        """
         with self._shared.lock:
             if not self._flying:
                 return
-            first = self._flying[0]
-        self._device.landed(first.ticket)
+            first, last = self._flying[0], self._flying[-1]
+        self._device.landed((last if first.copy.demand and last.copy.demand else first).ticket)
         with self._shared.lock:
-            if not self._shared.closing and self._flying and self._flying[0] is first:
-                self._land(self._flying.popleft())
+            if not self._shared.closing:
+                self.settle()
 
     def _next(self) -> Copy | None:
         """The copy of which a piece may be sent now. Lock held."""
@@ -306,8 +313,6 @@ class Link:
         ns = self._price(copy.key, copy.fresh, end - begin)
         ticket = self._device.send(target, source, self._store.pins, self.last_use.get(copy.slot), start, ns)
         copy.fresh, copy.sent = False, end
-        if copy.begun < 0:
-            copy.begun = start
         self._flying.append(Piece(copy, begin, end, ticket))
         if end == size:
             if copy is self._current:
@@ -329,6 +334,8 @@ class Link:
         begin, now = max(self._free_at, device.clock(piece.ticket.begin)), device.clock(piece.ticket.end)
         self.meter.add("demand" if copy.demand else "prefetch", begin, now, piece)
         self._free_at = now
+        if not piece.begin:
+            copy.begun = begin
         if piece.end == self._size:
             self._prefetches.pop(copy.key, None)
             self._driver.landed(copy.key, now - copy.begun)

@@ -204,6 +204,7 @@ class RealHost:
     def _end_layer(self, plan: Plan, moments: LayerMoments) -> None:
         driver, report = self.driver, None
         with self._shared.lock:
+            self._link.settle()
             if driver.hears_layers:  # only then is a GPU waited for
                 self._device.finish(moments.done)
             if self._device.passed(moments.done):

@@ -110,13 +110,13 @@ class TracedEngine(Engine):
         self._plan = plan
         super()._serve(plan)
 
-    def _work(self, experts: Iterable[int], load: dict[int, int], beside: int = 0) -> int:
+    def _work(self, experts: Iterable[int], load: dict[int, int], beside: int = 0, call: bool = True) -> int:
         experts, begin, done = tuple(experts), self.now, 0
-        lost = super()._work(experts, load, beside)
-        took = self.now - begin
-        for expert in experts:  # each is slowed down alike
+        lost = super()._work(experts, load, beside, call)
+        took, alone = self.now - begin, sum([self._gpu_ns[load[e]] for e in experts])
+        for expert in experts:  # what they have in common is shared out
             first, done = done, done + self._gpu_ns[load[expert]]
-            ends = (begin + at * took // max(1, took - lost) for at in (first, done))
+            ends = (begin + at * took // max(1, alone) for at in (first, done))
             self._expert(expert, *ends)
         return lost
 

@@ -35,7 +35,7 @@ class Gated(Emulated):
         self.sent.append((source.numel(), gate))
         return Ticket(gate, gate)
 
-    def passed(self, stamp):
+    def passed(self, stamp: threading.Event):  # pyright: ignore[reportIncompatibleMethodOverride]
         return stamp.is_set()
 
     def clock(self, stamp):
