@@ -6,15 +6,12 @@ The CUDA half is written against torch's documentation and has not been run: the
 """
 
 import os
-import shutil
-import subprocess
 import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol
 
@@ -28,7 +25,6 @@ PIN_LEAST = 16 * 2**20  # where that much is refused, no more is asked for
 STAGE = 4 * 2**20  # bytes of one of the page-locked buffers through which pageable memory is copied
 STAGES = 2
 LOOK_AGAIN_SECONDS = 0.5  # a signal that another thread caught is acted upon no later
-LANE_BYTES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}  # PCIe, one lane, one way
 
 # A pool of memory and what leaves it more room.
 ADVICE = {
@@ -105,12 +101,12 @@ class Pins:
 
 
 class Device(Protocol):
-    """The fast device. `depth`: pieces that may be on the link at once; `prompt`: sending takes none of the caller's
-    time, so that whoever wants a copy may send it himself."""
+    """The fast device. `depth`: pieces of a prefetch that may be on the link at once; `queues`: work and copies are
+    given to it and done later, else by whoever calls."""
 
     place: torch.device
     depth: int
-    prompt: bool
+    queues: bool
 
     def enter(self) -> None:
         """First in every thread that uses the device."""
@@ -185,7 +181,7 @@ class Emulated:
 
     place = torch.device("cpu")
     depth = 1
-    prompt = False
+    queues = False
 
     def __init__(self, vram: int | None = None, pin_limit: int | None = None) -> None:
         self._vram, self._pin_limit = vram, pin_limit
@@ -269,7 +265,7 @@ class Cuda:
     """A GPU: copies on a stream of their own, moments are events, waiting for a copy is the compute stream's."""
 
     depth = 2  # the next piece is queued while one is on its way
-    prompt = True
+    queues = True
 
     def __init__(self, place: torch.device) -> None:
         self.place = torch.device("cuda", place.index if place.index is not None else torch.cuda.current_device())
@@ -322,7 +318,7 @@ class Cuda:
 
     def stamp(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.place))
         return event
 
     def passed(self, stamp: torch.cuda.Event) -> bool:
@@ -439,10 +435,10 @@ def indices(values: Sequence[int], place: torch.device) -> torch.Tensor:
     return torch.tensor(values, pin_memory=place.type == "cuda").to(place, non_blocking=True)
 
 
-def wait_for_all(place: torch.device) -> None:
-    """Sleep until a GPU has done everything; nothing for another place."""
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)
+def release_unused(place: str) -> None:
+    """Give memory back that torch keeps for later, so that what is taken can be counted."""
+    if place == "cuda":
+        torch.cuda.empty_cache()
 
 
 @contextmanager
@@ -453,8 +449,8 @@ def naming(pool: str, place: torch.device, wanted: int | None = None) -> Iterato
     except PoolError:
         raise
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        text = str(error)
-        if type(error) is RuntimeError and "allocate memory" not in text and "out of memory" not in text:
+        known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not known and "allocate memory" not in str(error) and "out of memory" not in str(error):
             raise
         on_gpu = isinstance(error, torch.OutOfMemoryError) and place.type == "cuda"
         free = gpu_memory(place)[0] if on_gpu else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -472,34 +468,3 @@ def paging(taken: int, total: int, read_rate: float = 0.0, link_rate: float = 0.
     if read_rate and link_rate and read_rate < 2 * link_rate:
         return f"slots are read at {read_rate / 1e9:.1f} GB/s, and the link alone reaches {link_rate / 1e9:.1f} GB/s"
     return None
-
-
-class LinkLimit(NamedTuple):
-    """A PCIe link as it is trained: generation, lanes, and the bytes/s of that; `best` is what the card could do."""
-
-    generation: int
-    lanes: int
-    rate: float
-    best: float
-
-
-@cache
-def link_limit(index: int = 0) -> LinkLimit | None:
-    """What nvidia-smi says of a GPU's link; None where it is not to be had. Idle cards report a slower link."""
-    fields = ("gen.current", "width.current", "gen.max", "width.max")
-    query = ",".join(f"pcie.link.{name}" for name in fields)
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return None
-    try:
-        done = subprocess.run(
-            [command, f"--query-gpu={query}", "--format=csv,noheader,nounits", f"--id={index}"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-        now, width, most, widest = (int(part) for part in done.stdout.strip().split(","))
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
-    return LinkLimit(now, width, width * LANE_BYTES.get(now, 0.0), widest * LANE_BYTES.get(most, 0.0))

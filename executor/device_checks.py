@@ -18,9 +18,10 @@ from ..simulator.machine import Rates
 from ..traces.errors import InputError
 from ..traces.schema import Kind
 from .copies import copy_times
-from .device import Device, Pins, PoolError, device_of, link_limit, paging
+from .device import Device, Pins, PoolError, device_of, paging
 from .formats import EXACT
 from .lanes import Link, Shared
+from .pcie import link_limit
 from .store import Arena, HostStore, Record
 
 Found = dict[str, Any]

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import gc
 import json
 import platform
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .device import gpu_name, has_gpu
+from .device import gpu_name, has_gpu, release_unused
 from .device_checks import (
     Found,
     arena_budget,
@@ -160,6 +161,8 @@ def check_all(place: str, checks: dict[str, Callable[[str], Found]], tell: Calla
         if at - begin > LIMIT_SECONDS:
             found[name] = {"ok": False, "skipped": "out of time"}
             continue
+        gc.collect()
+        release_unused(place)
         try:
             found[name] = check(place)
         except Exception as error:

@@ -81,11 +81,11 @@ class Shared:
                 self.progress.notify()
 
     def close(self) -> None:
-        self.device.stop()
         with self.lock:
             self.closing = True
             for wake in self._wakes:
                 wake.notify_all()
+        self.device.stop()
         for thread in self._threads:
             thread.join(JOIN_SECONDS)
 
@@ -293,8 +293,8 @@ class Link:
 
     def _send_demand(self) -> None:
         """Where sending takes no time, as from pinned memory, what is wanted is sent by whoever wants it. Lock held."""
-        store, prompt = self._store, self._device.prompt
-        while prompt and self._demand and store.pins.holds(store.flat(self._demand[0].key)):
+        store, queues = self._store, self._device.queues
+        while queues and self._demand and store.pins.holds(store.flat(self._demand[0].key)):
             copy = self._choose()
             if copy is None:
                 return

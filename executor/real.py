@@ -181,7 +181,7 @@ class RealHost:
         self, call: Call, experts: Sequence[int], slots: Sequence[int], begin: Stamp, moments: LayerMoments
     ) -> None:
         """Experts on the device; their slots may be overwritten when that is over."""
-        if self._device.prompt:
+        if self._device.queues:
             for expert, slot in zip(experts, slots, strict=True):
                 call.compute(expert, self.arena, slot)
                 end = self._device.stamp()

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -27,10 +28,12 @@ class Gated(Emulated):
     def __init__(self):
         super().__init__()
         self.sent: list[tuple[int, threading.Event]] = []
+        self.priced: list[int] = []
         self._now = 0
 
     def send(self, target, source, pins, after, begin, ns):
         target.copy_(source)
+        self.priced.append(ns)
         gate = threading.Event()
         self.sent.append((source.numel(), gate))
         return Ticket(gate, gate)
@@ -271,3 +274,18 @@ def test_meters_tell_demand_from_prefetch_and_lose_nothing(bench):
     for (_, _, end, _), (_, begin, _, _) in pairwise(periods):
         assert begin >= end
     assert SimpleNamespace(**rig.link.meter.spent).demand == periods[2][2] - periods[2][1]
+
+
+def test_experts_in_pageable_memory_have_a_price_of_their_own_and_pieces_pay_the_fixed_part_once(bench):
+    rig, device = bench()
+    rates = rig.link._rates
+    costs = replace(rates.costs, copy_fixed_ns=7, copy_bytes_ns=400)
+    rig.link._rates = replace(rates, costs=costs, pinned_experts=2, pageable_fixed_ns=50, pageable_bytes_ns=1000)
+    prefetch(rig, A)
+    open_next(device, 0)
+    until(lambda: len(device.sent) == 2)
+    demand(rig, 1, 2)  # the second of them is pageable
+    for number in range(1, 6):
+        open_next(device, number)
+    until(lambda: A in rig.driver.cache.resident)
+    assert device.priced == [107, 100, 407, 1050, 107, 100]  # A pays again after the interruption
