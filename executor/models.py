@@ -12,6 +12,7 @@ from ..traces.models import (
     MoeBlock,
     Pair,
     Source,
+    check_cache,
     check_rollback,
     check_tokenizers,
     dtype_of,
@@ -73,6 +74,7 @@ def load_models(
     check_choice(store)
     with quiet():
         big, small = find_pair(target, draft, lambda *asked: _find(*asked, tokenizer=tokenizer))
+        check_cache(big)
         shape = model_shape(big.config, big.name, dtype_of(big.config, dtype))
         opened, (helper, draft_shape) = None, text_draft(big, draft)
         if small is not None:

@@ -88,6 +88,7 @@ def load_pair(
     """
     with quiet():
         big, small = find_pair(target, draft)
+        check_cache(big)
         shape = model_shape(big.config, big.name, dtype_of(big.config, dtype))
         helper, draft_shape = text_draft(big, draft)
         if small is not None:
@@ -181,6 +182,15 @@ def check_tokenizers(target: Source, draft: Source) -> None:
         raise InputError(
             f"{draft.flag}: the tokenizers differ ({sizes}): id {common} exists in one only, and the smaller model "
             f"has {rows} rows where {needed} are needed; {advice}"
+        )
+
+
+def check_cache(source: Source) -> None:
+    """Raise InputError for a model that keeps its state in a cache of its own class, which generation here has not."""
+    if source.config.get_text_config().model_type == "minimax":
+        raise InputError(
+            f"{source.flag} {source.name}: MiniMax-Text-01 keeps its state in a cache of its own, which is not "
+            "supported here; MiniMax-M2 and other families are"
         )
 
 

@@ -9,6 +9,7 @@ from moe_spac.executor.models import load_models
 from moe_spac.executor.session import Settings, run
 from moe_spac.policies.load import load_policy
 from moe_spac.traces.errors import InputError
+from moe_spac.traces.models import load_pair
 from moe_spac.traces.prompts import Prompt, encode
 from moe_spac.traces.speculate import Options
 
@@ -57,3 +58,13 @@ def test_models_that_cannot_roll_back_take_no_draft(tmp_path, tiny_draft):
     (tmp_path / "model.safetensors").write_bytes(b"never read")
     with pytest.raises(InputError, match="cannot be rolled back after a rejected draft; use --draft none"):
         load_models(tmp_path, tiny_draft)
+
+
+def test_a_cache_that_is_not_ours_is_refused(tmp_path):
+    from transformers import AutoConfig
+
+    AutoConfig.for_model("minimax", hidden_size=32, num_hidden_layers=2, vocab_size=320).save_pretrained(tmp_path)
+    save_tiny_tokenizer(tmp_path)
+    for load in (load_models, load_pair):
+        with pytest.raises(InputError, match="MiniMax-Text-01 keeps its state in a cache of its own"):
+            load(tmp_path, "none")
