@@ -203,10 +203,10 @@ class RealHost:
 
     def _end_layer(self, plan: Plan, moments: LayerMoments) -> None:
         driver, report = self.driver, None
+        if driver.hears_layers:  # only then is a GPU waited for
+            self._device.finish(moments.done)
         with self._shared.lock:
             self._link.settle()
-            if driver.hears_layers:  # only then is a GPU waited for
-                self._device.finish(moments.done)
             if self._device.passed(moments.done):
                 self._read(moments)
             if driver.hears_work:
