@@ -1,7 +1,6 @@
 """`spac-sim run`: compare policies on a trace."""
 
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..traces.console import parse_size, say, show_json
+from ..traces.console import parse_size, room, say, show_json
 from ..traces.errors import InputError
 from .cli_sizes import PAPER_FRACTION, sizes_for
 
@@ -68,7 +67,7 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Folder of results. Default runs/TRACE-MACHINE.")] = None,
     save_winner: Annotated[Path | None, typer.Option(metavar="W.toml", help="Write the winner's policy file.")] = None,
     json: AsJson = False,
-    wide: Annotated[bool, typer.Option("--wide", help="All columns, however wide the table gets.")] = False,
+    wide: Annotated[bool, typer.Option("--wide", help="All columns, in several tables.")] = False,
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw plots into the folder of results.")] = True,
     optimum: Annotated[
         bool, typer.Option("--optimum/--no-optimum", help="Add the references: offline optimum, AR-LRU, fluid bound.")
@@ -298,8 +297,7 @@ def told(folder: Path, written: Sequence[Path], plots: bool, saved: Sequence[str
 def tell(job: "Job", name: str, outcomes: "Sequence[Outcome]", wide: bool, more: Sequence[str]) -> None:
     from .report import show
 
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
-    show(job, name, outcomes, len(job.source.trace.header.target.moe_layers), wide, width)
+    show(job, name, outcomes, len(job.source.trace.header.target.moe_layers), wide, room())
     for line in more:
         say(line)
 

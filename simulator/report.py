@@ -113,9 +113,9 @@ def _lead(outcomes: Sequence[Outcome], best: Outcome) -> str:
     return f", {best.speed / second.speed:.2f}x the next, {second.policy}" if second and second.speed else ""
 
 
-def show(job: Job, name: str, outcomes: Sequence[Outcome], layers: int, wide: bool = False, width: int = 100) -> None:
-    """Tables and lines on the terminal. The main table fits into `width` columns; `wide` leaves it whole and adds a
-    second one."""
+def show(job: Job, name: str, outcomes: Sequence[Outcome], layers: int, wide: bool = False, width: int = 80) -> None:
+    """Tables and lines on the terminal. The main table leaves out what does not fit into `width` columns; `wide` shows
+    all of it, and a second one."""
     rows = table_rows(outcomes, layers)
     of = "speculative runs (SD)" if any(o.mode == SD for o in outcomes) else "plain runs (AR)"
     title = f"{name} on {job.machine.name}, decode; hits and bytes of the {of}"

@@ -149,7 +149,7 @@ def _part(m: Mapping[str, Any], label: str) -> float | None:
 
 def fitted(rows: Sequence[Mapping[str, Any]], width: int) -> list[dict[str, Any]]:
     """The table without what a reader misses least, as far as it must be to fit into `width` columns."""
-    spare = ["MB/token", "to MIN", "slots", "SD/AR"]
+    spare = ["MB/token", "to MIN", "SD/AR", "slots"]
     if all(r.get("status") == OK for r in rows):
         spare.insert(0, "status")
     left = [dict(r) for r in rows]

@@ -8,7 +8,7 @@ import typer
 from .cli_convert import export, import_, plot_stem
 from .cli_record import record
 from .cli_synth import synth
-from .console import run_app, say, show_json, show_table
+from .console import run_app, say, show_json, show_table, working
 from .errors import InputError
 
 app = typer.Typer(
@@ -67,7 +67,8 @@ def stats(
     opened = open_trace(trace)
     stem = None if plot is None else plot_stem(plot)
     warn_if_unfinished(opened)
-    found = statistics(opened)
+    with working(f"reading {trace}"):
+        found = statistics(opened)
     if not found["tokens"]:
         raise InputError(f"{opened.path}: no generated tokens to describe (prefill only)")
     if json:
@@ -110,7 +111,8 @@ def diff(
     first, second = open_trace(a), open_trace(b)
     for trace in (first, second):
         warn_if_unfinished(trace)
-    found = compare(first, second)
+    with working(f"reading {a} and {b}"):
+        found = compare(first, second)
     if json:
         show_json(found)
     else:

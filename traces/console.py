@@ -2,9 +2,11 @@
 
 import json
 import re
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import typer
 from rich.console import Console
@@ -13,6 +15,7 @@ from rich.table import Table
 
 from .errors import InputError
 
+WORD = 20  # a cell longer than this may be broken
 UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -40,25 +43,97 @@ def show_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
 
+def room() -> int:
+    """Columns that a table may take: those of the terminal, or of COLUMNS; 80 in a pipe."""
+    return shutil.get_terminal_size((80, 24)).columns
+
+
 def show_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows with the same keys as one table; numbers to the right, missing values as a dash."""
+    """Print rows with the same keys as one table; numbers to the right, missing values as a dash.
+
+    It fits `room()`: headings and sentences are broken at their spaces, and what is still too wide is continued in
+    further tables under the first, which name their rows again.
+    """
     if not rows:
         return
     say(f"[bold]{escape(title)}[/]")  # not the table's own title, which wraps at the width of a narrow table
+    width, names = room(), list(rows[0])
+    broken = 1 + sum(_wish(rows, name) for name in names) > width
+    for part in _parts(rows, names, width) if broken else [names]:
+        say(_table(rows, part, broken))
+
+
+def _table(rows: Sequence[Mapping[str, Any]], names: Sequence[str], broken: bool) -> Table:
     table = Table()
-    for name, value in rows[0].items():
-        table.add_column(name, justify="left" if isinstance(value, str) else "right")
+    for name in names:
+        side: Literal["left", "right"] = "left" if isinstance(rows[0][name], str) else "right"
+        heading = name.replace(" ", "\n") if broken else name
+        table.add_column(heading, justify=side, no_wrap=not _wraps(rows, name), overflow="fold")
     for row in rows:
-        table.add_row(*("-" if v is None else str(v) for v in row.values()))
-    say(table)
+        table.add_row(*(_cell(row[name]) for name in names))
+    return table
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _wraps(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
+    """Whether a column is of sentences or long names, which may go on in another line; numbers may not."""
+    return any(isinstance(row[name], str) and len(row[name]) > WORD for row in rows)
+
+
+def _wish(rows: Sequence[Mapping[str, Any]], name: str) -> int:
+    """Width that a column would like to have, its bar and its margins included."""
+    return max(len(name), *(len(_cell(row[name])) for row in rows)) + 3
+
+
+def _least(rows: Sequence[Mapping[str, Any]], name: str) -> int:
+    """Width that it cannot do without."""
+    longest = max(len(_cell(row[name])) for row in rows)
+    heading = max(len(word) for word in name.split() or [""])
+    return max(heading, WORD if _wraps(rows, name) else longest) + 3
+
+
+def _parts(rows: Sequence[Mapping[str, Any]], names: list[str], width: int) -> list[list[str]]:
+    """The columns of each table of those that together show all; each begins with the columns that name the rows."""
+    least = {name: _least(rows, name) for name in names}
+    keys = names[: _naming(rows, names)]
+    if sum(least[name] for name in keys) > 2 * width // 3:
+        keys = names[:1]
+    parts = [list(keys)]
+    for name in names[len(keys) :]:
+        if len(parts[-1]) > len(keys) and 1 + sum(least[n] for n in parts[-1]) + least[name] > width:
+            parts.append(list(keys))
+        parts[-1].append(name)
+    return parts
+
+
+def _naming(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> int:
+    """How many of the first columns tell the rows apart; 1 if not even all do."""
+    for count in range(1, len(names)):
+        if len({tuple(_cell(row[name]) for name in names[:count]) for row in rows}) == len(rows):
+            return count
+    return 1
 
 
 def say(what: Any) -> None:
     """Print for people. In a pipe, lines are as long as they need to be."""
     console = Console(highlight=False, soft_wrap=isinstance(what, str))
     if not console.is_terminal:
-        console.width = 200
+        console.width = room()
     console.print(what)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on a terminal that something without a known end goes on; nothing in a pipe."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(escape(what)):
+        yield
 
 
 def warn(text: str) -> None:

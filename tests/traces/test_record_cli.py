@@ -58,7 +58,8 @@ def test_two_prompts_are_two_sequences(call, two, tmp_path, tiny_target, tiny_dr
     assert trace.header.source == "file two.txt"
 
 
-def test_table_for_people(call, two, tmp_path, tiny_target):
+def test_table_for_people(call, two, tmp_path, tiny_target, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # one table, headings in one line
     code, text, _ = call("-o", tmp_path / "t.spac", "--target", tiny_target, "--prompts", two, "--max-new-tokens", 4)
     assert code == 0
     for word in ("sequences", "acceptance", "tokens per verify", "bytes per row", "t.spac"):

@@ -24,6 +24,7 @@ def spac_trace(capsys, monkeypatch, *args: str) -> tuple[int, str, str]:
 
 def test_info_prints_header_and_counts(capsys, monkeypatch):
     """O07, O09: what a reader needs to know before trusting a trace."""
+    monkeypatch.setenv("COLUMNS", "200")  # no sentence is broken
     code, out, _ = spac_trace(capsys, monkeypatch, "info", FIXTURE)
     assert code == 0
     for text in (
@@ -69,6 +70,7 @@ def test_info_of_a_cut_file_says_so_and_strict_refuses(capsys, monkeypatch, tmp_
 
 
 def test_stats_as_tables_and_json(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     code, out, _ = spac_trace(capsys, monkeypatch, "stats", FIXTURE)
     assert code == 0
     assert "0.600 of drafted tokens in 4 verify steps" in out
