@@ -70,7 +70,7 @@ def overlap(place: str) -> Found:
     alone = min(_timed(device, lambda: compute(times)) for _ in range(3))
     both = min(_timed(device, lambda: _beside(device, copy, lambda: compute(times))) for _ in range(3))
     device.unpin(pins)
-    hidden = (copies + alone - both) / min(copies, alone)
+    hidden = min(1.0, (copies + alone - both) / min(copies, alone))
     return {
         "ok": hidden > 0.5,
         "copies_ms": copies / 1e6,
