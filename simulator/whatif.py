@@ -27,6 +27,7 @@ UPGRADES = {
     "RAM of twice the speed": ("host.bandwidth", "cpu.bandwidth"),
     "a GPU of twice the speed": ("gpu.bandwidth", "gpu.compute"),
 }
+BASE, CACHE = ("base", ""), ("cache", "")
 OTHERS = ("ar-lru", "hybrimoe", "moe-spac", "static", "dali", "freetoken", "llamacpp-cache", "fiddler")
 
 
@@ -81,33 +82,36 @@ def what_if(folder: Path, part: Slice, best: Row, tell: Callable[[int], None] | 
 
     InputError if the trace or a policy's file is not where the command of the folder found it, or has changed.
     """
-    job = _job(folder, part, best)
-    second = runner_up(part, best)
-    slots = min(best["slots"] * FACTOR, part.layers * part.header.target.experts)
-    machines = {name: _faster(part.machine, entries) for name, entries in UPGRADES.items()}
-    others = [p for p in OTHERS if p not in part.policies] + ([second["policy"]] if second else [])
-    ends = [calibrated(part.machine).at(side) for side in (LOW, HIGH)]
-    todo: list[tuple[Machine, str, int]] = [
-        (part.machine, best["policy"], best["slots"]),
-        (part.machine, best["policy"], slots),
-        *((machine, best["policy"], best["slots"]) for machine in machines.values()),
-        *((part.machine, policy, best["slots"]) for policy in others),
-        *((end, row["policy"], best["slots"]) for row in (best, second) if row for end in ends),
-    ]
-    speeds: list[float] = []
-    for machine, policy, size in todo:
-        speeds.append(_simulated(job, machine, best, policy, size))
+    job, second = _job(folder, part, best), runner_up(part, best)
+    runs = _runs(part, best, second)
+    speeds: dict[tuple[str, str], float] = {}
+    for key, (machine, policy, slots) in runs.items():
+        speeds[key] = _simulated(job, machine, best, policy, slots)
         if tell:
-            tell(100 * len(speeds) // len(todo))
-    base, vram, *rest = speeds
-    upgraded, rest = rest[: len(machines)], rest[len(machines) :]
-    tried, rest = dict(zip(others, rest[: len(others)], strict=True)), rest[len(others) :]
-    found = [_more_slots(part, best, slots, vram, base)] if slots > best["slots"] else []
-    found += [_upgrade(n, part.machine, s, base) for n, s in zip(machines, upgraded, strict=True)]
+            tell(100 * len(speeds) // len(runs))
+    base, slots = speeds[BASE], runs[CACHE][2]
+    found = [_more_slots(part, best, slots, speeds[CACHE], base)] if slots > best["slots"] else []
+    found += [_upgrade(name, part.machine, speeds["machine", name], base) for name in UPGRADES]
+    tried = {policy: tokens_per_s for (what, policy), tokens_per_s in speeds.items() if what == "policy"}
     found += [_best_other(tried, base)] if tried else []
-    middles = [(best, base), (second, tried[second["policy"]])] if second else [(best, base)]
-    ranges = [Range(r["policy"], rest[2 * i], m, rest[2 * i + 1]) for i, (r, m) in enumerate(middles) if r]
+    middles = {best["policy"]: base} | ({second["policy"]: tried[second["policy"]]} if second else {})
+    ranges = [Range(p, speeds["slow", p], middle, speeds["fast", p]) for p, middle in middles.items()]
     return WhatIf(base, job.source.limit, sorted(found, key=lambda c: -c.gain), ranges)
+
+
+def _runs(part: Slice, best: Row, second: Row | None) -> dict[tuple[str, str], tuple[Machine, str, int]]:
+    """Machine, policy and slots of every run to do, by what it is for."""
+    machine, mine, slots = part.machine, best["policy"], best["slots"]
+    rivals = [second["policy"]] if second else []
+    profile = calibrated(machine)
+    ends = {"slow": profile.at(LOW), "fast": profile.at(HIGH)}
+    return {
+        BASE: (machine, mine, slots),
+        CACHE: (machine, mine, min(slots * FACTOR, part.layers * part.header.target.experts)),
+        **{("machine", name): (_faster(machine, entries), mine, slots) for name, entries in UPGRADES.items()},
+        **{("policy", p): (machine, p, slots) for p in (*OTHERS, *rivals) if p in rivals or p not in part.policies},
+        **{(end, p): (there, p, slots) for end, there in ends.items() for p in (mine, *rivals)},
+    }
 
 
 def _simulated(job: Job, machine: Machine, like: Row, policy: str, slots: int) -> float:
@@ -154,6 +158,8 @@ def _best_other(tried: dict[str, float], base: float) -> Change:
 
 
 def _job(folder: Path, part: Slice, best: Row) -> Job:
+    if "--kv-grows" in shlex.split(part.command):
+        raise InputError(f"{folder}: a cache that shrinks as the text grows (--kv-grows) is not simulated again")
     if (folder / "run.json").is_file():
         run = json.loads((folder / "run.json").read_text())
         taken, seed, protect = run["trace"]["taken"], run["seed"], run["protect_decode"]
