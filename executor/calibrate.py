@@ -93,10 +93,13 @@ PLAIN = {
     "gpu.expert_fixed": ("gpu_fixed", "an expert on the fast device, beside what grows with its tokens"),
     "gpu.step_fixed": ("step", "embedding, head and loop of a step"),
     "policy.layer": ("policy", "driver with a policy that decides nothing"),
-    "link.arrival": ("arrival", "waking up when a copy has landed"),
+    "link.arrival": ("arrival", "waiting for copies beyond their time: waking up, with cold caches"),
     "cpu.first_expert": ("cpu_first", "first expert of a layer against the others"),
     "cpu.expert_fixed": ("cpu_fixed", "an expert on the CPU tier, beside what grows with its tokens"),
-    "cpu.hybrid_layer": ("hybrid", "a layer that uses the CPU tier, beyond its work"),
+    "cpu.hybrid_layer": (
+        "hybrid",
+        "a layer that uses the CPU tier, beyond its work: waking up, cold caches",
+    ),
     "cpu.overlap": ("overlap", "share that both tiers lose to each other while both compute"),
 }
 # Entries that are a rate: the figure (ns) is what there is to do, divided by it.

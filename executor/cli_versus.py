@@ -102,7 +102,7 @@ def _rig(folder: Path, form: str, layers: int, new_tokens: int, steps: int) -> "
     from .replay import build, first_layers, in_format, memory_of, paused
     from .versus import RigStage
 
-    made = synthesize(RIG["like"], 16 * steps, draft_length=4, prefill=8)
+    made = synthesize(RIG["like"], 5 * steps, draft_length=4, acceptance=[0.7], prefill=8)
     trace = in_format(paused(first_layers(made, layers)), form)
     shape = trace.header.target
     needs = memory_of(shape, 24 * layers, dense=True)

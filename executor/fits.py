@@ -66,9 +66,9 @@ def figures(
     dense = plane([(s.times.tokens, s.context + s.times.tokens, _before(s)) for s in rows])
     call, *gpu = calls([(len(x.work), sum(n for n, _ in x.work), x.expert) for x in layers(rows)])
     cpu = line([work for x in layers(on_cpu) for work in x.cpu_work[1:]])
-    cpu_price = priced(cpu)
-    first = typical(x.cpu_work[0][1] - cpu_price(x.cpu_work[0][0]) for x in layers(on_cpu) if x.cpu_work)
-    hybrid, overlap = contention(layers(on_cpu), layers(both), (call, priced(gpu)), (max(0.0, first), cpu_price))
+    fast, slow = priced(gpu), priced(cpu)
+    first = max(0.0, typical(x.cpu_work[0][1] - slow(x.cpu_work[0][0]) for x in layers(on_cpu) if x.cpu_work))
+    hybrid, overlap = contention(slowed([*on_cpu, *both], dense), (call, fast), (first, slow))
     tails = [s.times.layers[0].before - _before(s) + s.times.tail for s in rows]
     verifies = [s.times for s in drafting if s.times.kind is Kind.VERIFY]
     return Figures(
@@ -78,12 +78,12 @@ def figures(
         gpu_call=call,
         gpu_fixed=gpu[0],
         gpu_token=gpu[1],
-        cpu_first=max(0.0, first),
+        cpu_first=first,
         cpu_fixed=cpu[0],
         cpu_token=cpu[1],
         hybrid=hybrid,
         overlap=overlap,
-        arrival=arrival(layers(copying), copy_ns),
+        arrival=arrival(slowed(copying, dense), copy_ns, (call, fast)),
         draft=typical(s.draft / (s.tokens - 1) for s in verifies if s.tokens > 1),
     )
 
@@ -130,7 +130,9 @@ def plane(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, f
         kept += same[cut : len(same) - cut]
     table = np.array(kept, float).reshape(-1, 3)
     columns = np.column_stack([np.ones(len(table)), table[:, :2]])
-    return tuple(positive(columns, table[:, 2], ((0, 1, 2), (0, 1), (0, 2), (0,))))  # type: ignore[return-value]
+    told = np.ptp(table[:, 1] - table[:, 0]) > 0  # whether context is more than the tokens themselves
+    choices = ((0, 1, 2), (0, 1), (0, 2), (0,)) if told else ((0, 1), (0,))
+    return tuple(positive(columns, table[:, 2], choices))  # type: ignore[return-value]
 
 
 def calls(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
@@ -154,20 +156,33 @@ def positive(columns: np.ndarray, values: np.ndarray, choices: Sequence[Sequence
     return answer
 
 
-def contention(
-    on_cpu: Sequence[LayerTimes], both: Sequence[LayerTimes], gpu: tuple[float, Price], cpu: tuple[float, Price]
-) -> tuple[float, float]:
-    """What a layer on two tiers costs beyond the slower of them alone: a fixed part, and a share of the time in which
-    both compute. Layers on the CPU alone give the fixed part with nothing beside it.
+def slowed(seen: Iterable[Seen], dense: tuple[float, float, float]) -> list[tuple[float, LayerTimes]]:
+    """All layers but the first of each step, and what the way to each took longer than a layer without experts does.
 
-    gpu, cpu: ns of a call and of an expert, alone.
+    Whoever has slept finds his caches taken and his core asleep, and that shows in what comes after the wait.
+    """
+    found = []
+    for s in seen:
+        rows = s.times.tokens
+        price = dense[0] + dense[1] * rows + dense[2] * (s.context + rows)
+        found += [(x.before - price, x) for x in s.times.layers[1:]]
+    return found
+
+
+def contention(
+    layers: Sequence[tuple[float, LayerTimes]], gpu: tuple[float, Price], cpu: tuple[float, Price]
+) -> tuple[float, float]:
+    """What a layer that uses the CPU tier costs beyond the slower tier alone: a fixed part, and a share of the time in
+    which both compute. Layers on the CPU alone give the fixed part with nothing beside it.
+
+    layers: as `slowed` gives them. gpu, cpu: ns of a call and of an expert, alone.
     """
     lost, beside = [], []
-    for x in (*on_cpu, *both):
+    for late, x in layers:
         if x.cpu_work:
             fast = gpu[0] + sum(gpu[1](n) for n, _ in x.work) if x.work else 0.0
             slow = cpu[0] + sum(cpu[1](n) for n, _ in x.cpu_work)
-            lost.append(x.wall - x.policy - max(fast, slow))
+            lost.append(late + x.wall - x.policy - max(fast, slow))
             beside.append(min(fast, slow))
     if not lost:
         return 0.0, 0.0
@@ -175,15 +190,15 @@ def contention(
     return float(fixed), float(share)
 
 
-def arrival(copying: Sequence[LayerTimes], copy_ns: int) -> float:
-    """From the landing of a copy to the work of whoever waited for it, from layers all of whose experts were copied.
+def arrival(layers: Sequence[tuple[float, LayerTimes]], copy_ns: int, gpu: tuple[float, Price]) -> float:
+    """What waiting for copies costs beyond their time, from layers all of whose experts were copied (`slowed`).
 
-    Where each copy takes longer than the work on the one before, every expert is waited for, and all waits together are
-    the copies' time without that work, once that time later.
+    Where each copy takes longer than the work on the one before, a layer takes its copies' time, the work on the last
+    expert, and this: waking up, and working with what others left in the caches.
     """
-    late = []
-    for x in copying:
-        work = [ns for _, ns in x.work[:-1]]
-        if x.work and all(ns < copy_ns for ns in work):
-            late.append(x.wait_copy - (len(x.work) * copy_ns - sum(work)))
+    late: list[float] = []
+    for slower, x in layers:
+        work = [gpu[0] + gpu[1](n) for n, _ in x.work]
+        if work and all(ns < copy_ns for ns in work):
+            late.append(slower + x.wall - x.policy - len(work) * copy_ns - work[-1])
     return max(0.0, typical(late))

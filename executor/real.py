@@ -253,7 +253,7 @@ def _report(moments: LayerMoments) -> LayerReport:
     assert times is not None
     return LayerReport(
         layer=moments.layer,
-        wall_ns=times.wall,
+        wall_ns=times.wall - times.policy,  # from the decision on, as the simulator reports it
         gpu_ns=times.expert,
         cpu_ns=sum(ns for _, ns in times.cpu_work),
         wait_copy_ns=times.wait_copy,

@@ -125,7 +125,9 @@ class PairStage:
 
     def live(self, cell: Cell, machine: Machine) -> Sample:
         result = run(self.models, load_policy(cell.policy), self.prompts, self._settings(cell, machine))
-        return live_sample([s for s in result.times if isinstance(s, StepTimes)], result.new_tokens, result.decode)
+        read = sum(g.seconds.get("draft_prefill", 0.0) for g in result.generations)
+        times = [s for s in result.times if isinstance(s, StepTimes)]
+        return live_sample(times, result.new_tokens, result.decode, round(read * 1e9))
 
     def virtual(self, cell: Cell, machine: Machine) -> Counters:
         settings = self._settings(cell, machine, "virtual", self._file(cell))
@@ -171,13 +173,13 @@ class RigStage:
         return first_steps(self.steps, self.limit)
 
 
-def live_sample(times: Sequence[StepTimes], tokens: int, count: Counters) -> Sample:
-    """What a live run's steps after prefill come to."""
+def live_sample(times: Sequence[StepTimes], tokens: int, count: Counters, read_ns: int = 0) -> Sample:
+    """What a live run's steps after prefill come to, without the `read_ns` in which the draft read the prompts."""
     steps = [s for s in times if s.kind is not Kind.PREFILL]
     layers = [x for s in steps for x in s.layers]
     decide = sum(x.policy for x in layers) / max(1, len(layers))
-    split = per_token([s.split() for s in steps], tokens)
-    return Sample(_ms(s.wall_ns for s in steps) / tokens, _hits(count), split, decide)
+    split = per_token([*(s.split() for s in steps), {"draft": -read_ns}], tokens)
+    return Sample(sum(split.values()), _hits(count), split, decide)
 
 
 def simulated_sample(

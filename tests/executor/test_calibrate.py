@@ -42,8 +42,8 @@ def one_round() -> Figures:
         seen(Kind.DECODE, 1, 0, [(1, 2_375)] * 2, [(1, 5_300)], lost=700 + 4_750 // 4),
         seen(Kind.DECODE, 1, 0, [(1, 2_375)] * 2 + [(9, 4_700)], [(2, 5_700)], lost=700 + 5_700 // 4),
     ]
-    # Three copies of 20,000, work of 2,300 behind the first two: waits of 60,000 - 4,600, and once 60.
-    copying = [seen(Kind.DECODE, 1, 0, [(1, 2_300)] * 3, wait_copy=55_460)]
+    # Three copies of 20,000, and 2,450 for the last one's work, and 60: the waits are all but 3 times 2,450.
+    copying = [seen(Kind.DECODE, 1, 0, [(1, 2_450)] * 3, wait_copy=60_000 + 60 - 2 * 2_450)]
     return figures(alone, on_cpu, both, copying, drafting, copy_ns=20_000)
 
 
@@ -92,14 +92,15 @@ def test_growth_that_cannot_be_told_is_called_fixed():
     assert line([(1, 100), (2, 90)]) == pytest.approx((110, 0), abs=20)
     assert line([(3, 70)]) == (70, 0)
     assert plane([(1, 10, 100), (5, 10, 140), (5, 20, 90)])[2] == 0  # not faster with more context
+    assert plane([(1, 1, 100), (5, 5, 140)]) == pytest.approx((90, 10, 0))  # no context but the tokens themselves
 
 
 def test_contention_without_a_layer_on_both_tiers_is_none():
     def price(tokens: int) -> float:
         return 0.0
 
-    assert contention([], [], (0.0, price), (0.0, price)) == (0.0, 0.0)
-    assert arrival([], 1) == 0.0
+    assert contention([], (0.0, price), (0.0, price)) == (0.0, 0.0)
+    assert arrival([], 1, (0.0, price)) == 0.0
 
 
 def test_copies_are_fitted_by_relative_error():
