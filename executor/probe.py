@@ -81,9 +81,10 @@ class Probe(Policy):
 
 @dataclass(frozen=True, slots=True)
 class PairSubject:
-    """A pair of models: short runs of the real loop on the real clock."""
+    """A pair of models: short runs of the real loop on the real clock; `times` as many tokens give steadier means."""
 
     models: Models
+    times: int = 1
 
     @property
     def shape(self) -> ModelShape:
@@ -105,7 +106,7 @@ class PairSubject:
     def observe(self, probe: Probe, machine: Machine, draft: bool = False, brief: bool = False) -> list[Seen]:
         pair, (prompt, tokens) = self.models.pair, BRIEF if brief else (PROMPT, TOKENS)
         ids = [i for p in read_prompts("held-out") for i in encode(pair.tokenizer, p)[0]][:prompt]
-        options = Options(max_new_tokens=tokens, draft_length=DRAFTS, prefill_chunk=MANY)
+        options = Options(max_new_tokens=tokens * self.times, draft_length=DRAFTS, prefill_chunk=MANY)
         everything = len(pair.shape.moe_layers) * pair.shape.experts
         host = make_host(self.models, probe, Settings(machine, everything, options=options))
         try:

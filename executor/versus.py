@@ -35,6 +35,7 @@ from .times import StepTimes
 
 HITS_POINTS = 1.0  # how far hit rates may be apart
 TPOT_ERROR = 0.10
+CALIBRATION = 4  # times the tokens of an ordinary one
 APART = 0.10  # policies that differ by more must come in the same order
 
 
@@ -121,7 +122,7 @@ class PairStage:
 
     @property
     def subject(self) -> Subject:
-        return PairSubject(self.models)
+        return PairSubject(self.models, CALIBRATION)
 
     def live(self, cell: Cell, machine: Machine) -> Sample:
         result = run(self.models, load_policy(cell.policy), self.prompts, self._settings(cell, machine))
