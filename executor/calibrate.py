@@ -10,9 +10,10 @@ tell them from the fixed ones.
 
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..simulator.machine import DEFAULTS, UNITS, Machine, Quantity, Rates, rates_for
+from .cold import cold_and_warm
 from .copies import measure_copies
 from .fits import Figures, figures, medians
 from .probe import Probe, Subject
@@ -41,7 +42,11 @@ def calibrate(
 ) -> Machine:
     """A profile of this machine for this subject. On a CPU the link is what `link` says."""
     start = Machine(name, "", blank(subject, link or EmulatedLink()))
-    return profile(start, subject, [observe_round(subject, start) for _ in range(rounds)])
+    made = profile(start, subject, [observe_round(subject, start) for _ in range(rounds)])
+    cold, warm = (ns / 1e3 for ns in cold_and_warm(subject))
+    entry = made.quantities["cpu.expert_fixed"]
+    said = f"{entry.source}; one token alone {cold:.3g} us from memory, {warm:.3g} us from the caches"
+    return replace(made, quantities={**made.quantities, "cpu.expert_fixed": replace(entry, source=said)})
 
 
 def observe_round(subject: Subject, start: Machine) -> Figures:
@@ -94,11 +99,11 @@ PLAIN = {
     "gpu.step_fixed": ("step", "embedding, head and loop of a step"),
     "policy.layer": ("policy", "driver with a policy that decides nothing"),
     "link.arrival": ("arrival", "waiting for copies beyond their time: waking up, with cold caches"),
-    "cpu.first_expert": ("cpu_first", "first expert of a layer against the others"),
+    "cpu.first_expert": ("cpu_first", "handing a layer to the CPU tier, which work on the fast device hides"),
     "cpu.expert_fixed": ("cpu_fixed", "an expert on the CPU tier, beside what grows with its tokens"),
     "cpu.hybrid_layer": (
         "hybrid",
-        "a layer that uses the CPU tier, beyond its work: waking up, cold caches",
+        "a layer that uses the CPU tier, beyond its work: what nothing hides",
     ),
     "cpu.overlap": ("overlap", "share that both tiers lose to each other while both compute"),
 }

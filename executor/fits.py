@@ -65,10 +65,12 @@ def figures(
     rows = [*(s for s in alone if s.times.tokens == 1), *(drafting or (s for s in alone if s.times.tokens > 1))]
     dense = plane([(s.times.tokens, s.context + s.times.tokens, _before(s)) for s in rows])
     call, *gpu = calls([(len(x.work), sum(n for n, _ in x.work), x.expert) for x in layers(rows)])
-    cpu = line([work for x in layers(on_cpu) for work in x.cpu_work[1:]])
-    fast, slow = priced(gpu), priced(cpu)
-    first = max(0.0, typical(x.cpu_work[0][1] - slow(x.cpu_work[0][0]) for x in layers(on_cpu) if x.cpu_work))
-    hybrid, overlap = contention(slowed([*on_cpu, *both], dense), (call, fast), (first, slow))
+    alone_on_cpu = [(late, x) for late, x in slowed(on_cpu, dense) if x.cpu_work]
+    base, *cpu = calls(
+        [(len(x.cpu_work), sum(n for n, _ in x.cpu_work), late + x.wall - x.policy) for late, x in alone_on_cpu]
+    )
+    fast = priced(gpu)
+    first, hybrid, overlap = contention(slowed(both, dense), base, (call, fast), priced(cpu))
     tails = [s.times.layers[0].before - _before(s) + s.times.tail for s in rows]
     verifies = [s.times for s in drafting if s.times.kind is Kind.VERIFY]
     return Figures(
@@ -137,8 +139,8 @@ def plane(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, f
 
 def calls(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
     """ns of a call, an expert and a token, from (experts, tokens, ns) of layers whose experts were computed at once."""
-    table = np.array(points, float).reshape(-1, 3)
-    kept = table[table[:, 2] <= np.quantile(table[:, 2] / table[:, 0], 0.99) * table[:, 0]] if len(table) else table
+    ordered = sorted(points, key=lambda p: p[2] / p[0])  # the slowest hundredth does not count
+    kept = np.array(ordered[: len(ordered) - len(ordered) // 100], float).reshape(-1, 3)
     columns = np.column_stack([np.ones(len(kept)), kept[:, :2]])
     found = positive(columns, kept[:, 2], ((0, 1, 2), (0, 1), (1, 2), (1,), (0, 2)))
     return tuple(found)  # type: ignore[return-value]
@@ -170,24 +172,28 @@ def slowed(seen: Iterable[Seen], dense: tuple[float, float, float]) -> list[tupl
 
 
 def contention(
-    layers: Sequence[tuple[float, LayerTimes]], gpu: tuple[float, Price], cpu: tuple[float, Price]
-) -> tuple[float, float]:
-    """What a layer that uses the CPU tier costs beyond the slower tier alone: a fixed part, and a share of the time in
-    which both compute. Layers on the CPU alone give the fixed part with nothing beside it.
+    layers: Sequence[tuple[float, LayerTimes]], base: float, gpu: tuple[float, Price], cpu: Price
+) -> tuple[float, float, float]:
+    """Of what a layer on the CPU tier costs beside its experts (`base`): the part that other work hides, and the part
+    that nothing does; and the share of the time in which both tiers compute that each loses.
 
-    layers: as `slowed` gives them. gpu, cpu: ns of a call and of an expert, alone.
+    layers: of both tiers, as `slowed` gives them. gpu: ns of a call and of an expert, cpu: of an expert, alone.
     """
-    lost, beside = [], []
-    for late, x in layers:
-        if x.cpu_work:
-            fast = gpu[0] + sum(gpu[1](n) for n, _ in x.work) if x.work else 0.0
-            slow = cpu[0] + sum(cpu[1](n) for n, _ in x.cpu_work)
-            lost.append(late + x.wall - x.policy - max(fast, slow))
-            beside.append(min(fast, slow))
-    if not lost:
-        return 0.0, 0.0
-    fixed, share = positive(np.column_stack([np.ones(len(lost)), beside]), np.array(lost), ((0, 1), (0,), (1,)))
-    return float(fixed), float(share)
+    both = [(late + x.wall - x.policy, x) for late, x in layers if x.cpu_work and x.work]
+    if not both:
+        return base, 0.0, 0.0
+    wall = np.array([ns for ns, _ in both])
+    fast = np.array([gpu[0] + sum(gpu[1](n) for n, _ in x.work) for _, x in both])
+    slow = np.array([sum(cpu(n) for n, _ in x.cpu_work) for _, x in both])
+    best, answer = np.inf, (base, 0.0, 0.0)
+    for first in np.linspace(0, base, 33):
+        beside = np.minimum(fast, first + slow)
+        lost = wall - np.maximum(fast, first + slow) - (base - first)
+        share = max(0.0, float(lost @ beside / (beside @ beside)))
+        error = float(((lost - share * beside) ** 2).sum())
+        if error < best:
+            best, answer = error, (float(first), float(base - first), share)
+    return answer
 
 
 def arrival(layers: Sequence[tuple[float, LayerTimes]], copy_ns: int, gpu: tuple[float, Price]) -> float:

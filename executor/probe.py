@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -48,6 +48,10 @@ class Subject(Protocol):
     def store(self) -> HostStore: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def module(self) -> Any:
+        """A layer's experts module, which knows the activation."""
+        ...
 
     def observe(self, probe: "Probe", machine: Machine, draft: bool = False, brief: bool = False) -> list[Seen]:
         """Steps of one row and of many under `probe`, or of drafting and verifying; warm-up taken off."""
@@ -103,6 +107,10 @@ class PairSubject:
     def device(self) -> torch.device:
         return self.models.device
 
+    @property
+    def module(self) -> Any:
+        return self.models.experts[0]
+
     def observe(self, probe: Probe, machine: Machine, draft: bool = False, brief: bool = False) -> list[Seen]:
         pair, (prompt, tokens) = self.models.pair, BRIEF if brief else (PROMPT, TOKENS)
         ids = [i for p in read_prompts("held-out") for i in encode(pair.tokenizer, p)[0]][:prompt]
@@ -153,6 +161,10 @@ class RigSubject:
     @property
     def device(self) -> torch.device:
         return self.rig.device
+
+    @property
+    def module(self) -> Any:
+        return self.rig.module
 
     def observe(self, probe: Probe, machine: Machine, draft: bool = False, brief: bool = False) -> list[Seen]:
         probe = Probe(probe.pattern, self.slots)

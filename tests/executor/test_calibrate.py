@@ -36,7 +36,11 @@ def one_round() -> Figures:
     alone += [seen(Kind.DECODE, 1, c, [(1, 2_350)] * 3) for c in (50, 60, 70, 80)]
     work = [(1, 2_338), (2, 2_637), (3, 2_938), (4, 3_237)]
     drafting = [seen(Kind.VERIFY, 5, c, work, draft=4 * 80_000) for c in (20, 90, 99)]
-    on_cpu = [seen(Kind.DECODE, 2, 0, cpu_work=[(1, 5_300), (1, 4_400), (2, 4_800)], lost=700)] * 4
+    # 900 to hand over and 700 to take back; 4,000 an expert and 400 a token.
+    on_cpu = [
+        seen(Kind.DECODE, 2, 0, cpu_work=work, lost=700)
+        for work in ([(1, 5_300), (1, 4_400), (2, 4_800)], [(1, 5_300), (1, 4_400)], [(3, 6_100)])
+    ]
     # Both tiers: 4,750 ns beside 900 + 4,400; then 9,450 beside 900 + 4,800.
     both = [
         seen(Kind.DECODE, 1, 0, [(1, 2_375)] * 2, [(1, 5_300)], lost=700 + 4_750 // 4),
@@ -99,7 +103,7 @@ def test_contention_without_a_layer_on_both_tiers_is_none():
     def price(tokens: int) -> float:
         return 0.0
 
-    assert contention([], (0.0, price), (0.0, price)) == (0.0, 0.0)
+    assert contention([], 5.0, (0.0, price), price) == (5.0, 0.0, 0.0)
     assert arrival([], 1, (0.0, price)) == 0.0
 
 
@@ -124,6 +128,7 @@ def test_a_measured_profile_can_be_written_and_read(measured, load_live):
         assert bases[entry] == "measured"
     for entry in ("gpu.launch", "gpu.step_fixed", "policy.layer"):
         assert measured[entry] > 0
+    assert "from memory" in measured.quantities["cpu.expert_fixed"].source
     # Of an expert's time only the sum is sure to be positive: noise may shift all of it into the part that grows.
     costs = rates_for(measured, load_live("own").pair.shape).costs
     assert costs.gpu_ns(1) > 0
