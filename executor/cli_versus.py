@@ -59,7 +59,8 @@ def versus(
                 cells = cells_of(slots or default["slots"], link or default["links"], names, stage)
                 found.append((default["title"], stage, contest(stage, cells, repetitions, _tell)))
     good = all(row.good() for _, _, rows in found for row in rows) and not any(orders(rows)[1] for _, _, rows in found)
-    text = page([(title, stage.name, rows) for title, stage, rows in found], repetitions)
+    command = " ".join(["spac-exec versus", *sys.argv[2:]])
+    text = page([(title, stage.name, rows) for title, stage, rows in found], command)
     if out is not None:
         out.write_text(text)
     if json:

@@ -269,7 +269,8 @@ def compare(
                 "split_ms": per_token(splits, tokens),
             }
         )
-    return Compared(*sides, tokens)
+    measured, simulated = sides
+    return Compared(measured, simulated, tokens)
 
 
 def first_steps(trace: Steps, limit: int) -> Steps:

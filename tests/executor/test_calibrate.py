@@ -109,7 +109,7 @@ def test_contention_without_a_layer_on_both_tiers_is_none():
 
 def test_copies_are_fitted_by_relative_error():
     rng = np.random.default_rng(0)
-    points = [(size, round((12_000 + size / 20) * rng.normal(1, 0.01))) for size in 4 ** np.arange(8, 14)]
+    points = [(size, round((12_000 + size / 20) * rng.normal(1, 0.01))) for size in (4**n for n in range(8, 14))]
     fixed, rate = fit_copies(points)
     assert fixed == pytest.approx(12_000, rel=0.05)
     assert rate == pytest.approx(20e9, rel=0.03)

@@ -42,7 +42,7 @@ def test_only_policies_that_differ_must_come_in_order():
 
 def test_the_page_says_what_is_off():
     rows = [row("a", [10, 11, 12], [10, 11, 12]), row("b", [20], [30]), row("c", [40], [12], hits=(0.4, 0.5))]
-    text = page([("One", "a test", rows)], 3)
+    text = page([("One", "a test", rows)], "spac-exec versus -r 3")
     lines = {line.split("|")[3].strip(): line for line in text.splitlines() if line.startswith("| 100 MB/s")}
     assert "11.00 [10.00, 12.00]" in lines["a"]
     assert lines["a"].rstrip().endswith("|  |")
