@@ -374,9 +374,8 @@ def _ask(policy: Policy, name: str, args: list[Any], said: _Said, known: dict[in
 
 
 def _demand(layer: int, experts: list[int], loads: list[int], ids: Any, weights: Any, scores: Any, held: list[int]):
-    keys = tuple(Key(layer, e) for e in experts)
     arrays = _array(ids), _array(weights), _array(scores)
-    return Demand(layer, tuple(experts), tuple(loads), *arrays, keys, frozenset(held))
+    return Demand(layer, tuple(experts), tuple(loads), *arrays, held=frozenset(held))
 
 
 def _setup(given: Line) -> list[Setup]:

@@ -31,6 +31,10 @@ class Lru(VictimOrder):
         uses[id_] = self._event
         uses.move_to_end(id_)
 
+    def forget(self, key: Key) -> None:
+        """As if it had never been used, so that it is no victim either."""
+        del self._uses[key.layer][self._base[key.layer] + key.expert]
+
     def placed(self, keys: Sequence[Key]) -> None:
         for key in keys:
             self._touch(key)

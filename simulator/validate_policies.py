@@ -97,9 +97,8 @@ class LruOfRest(Lru):
 
     def used(self, demand: Demand, view: View) -> None:
         super().used(demand, view)
-        uses = self._group(demand.layer)
         for key in self._spared.intersection(demand.keys):
-            del uses[key]
+            self.forget(key)
 
 
 class HalfPinned(Composed):
