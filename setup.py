@@ -1,4 +1,4 @@
-"""The compiled expert kernels, which are optional: where they cannot be built torch computes (`executor/kernels.py`)."""
+"""The compiled expert kernels: optional, torch computes where they cannot be built (`executor/kernels.py`)."""
 
 from pathlib import Path
 

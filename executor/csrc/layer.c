@@ -133,6 +133,7 @@ static void run_pieces(void *data) {
 
 /* Cut `rows` into pieces of about PIECE_BYTES. Returns how many; writes them if `to` is there. */
 static int cut(Piece *to, int expert, int down, int rows, size_t bytes, int multiple) {
+    if (rows == 0) return 0;
     int each = (int)(PIECE_BYTES / bytes) / multiple * multiple, n = 0;
     if (each < multiple) each = multiple;
     for (int row = 0; row < rows; row += each, n++)
