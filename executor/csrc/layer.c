@@ -11,7 +11,7 @@
 #include "kernels.h"
 #include "pool.h"
 
-enum { PIECE_BYTES = 65536, PIECE_ROWS = 8 };
+enum { PIECE_BYTES = 262144, PIECE_ROWS = 8 };
 
 /* As `kernels.py` fills it in. Matrices are [rows, row bytes] in `format`; activations and results are floats. */
 typedef struct {

@@ -137,7 +137,7 @@ INLINE void strips(int format, const uint8_t *w, size_t row_bytes, int rows, int
         if (c == 4) strip(format, 1, 4, w, row_bytes, rows, n, x, y);
         if (c == 3) strip(format, 2, 3, w, row_bytes, rows, n, x, y);
         if (c == 2) strip(format, 2, 2, w, row_bytes, rows, n, x, y);
-        if (c == 1) strip(format, grouped ? 2 : 4, 1, w, row_bytes, rows, n, x, y);
+        if (c == 1) strip(format, 2, 1, w, row_bytes, rows, n, x, y);
         x += c, y += c, m -= c;
     }
 }
