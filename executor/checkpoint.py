@@ -73,14 +73,26 @@ def fill_dense(found: Checkpoint, device: str) -> Any:
     for recipe in found.plan.recipes.values():
         if found.experts_of(recipe.targets[0]) is not None:
             continue
-        for target, tensor in recipe.convert(model, (files.read(name) for _, name in recipe.sources)).items():
+        for target, tensor in convert(found, recipe).items():
             _set(found, target, tensor, exact, device)
     files.close()
     with quiet():
         model.tie_weights()
         _compute_buffers(model, device)
     _take_generation_config(found)
+    for name, tensor in model.state_dict().items():
+        if tensor.is_meta and found.experts_of(name) is None:
+            raise found.fail(name, "was not made from anything")
     return model
+
+
+def convert(found: Checkpoint, recipe: Recipe) -> dict[str, torch.Tensor]:
+    """The model's tensors by name that a recipe makes; InputError where its sources do not go together."""
+    try:
+        return recipe.convert(found.model, (found.files.read(name) for _, name in recipe.sources))
+    except (RuntimeError, ValueError, IndexError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise found.fail(recipe.sources[0][1], f"cannot be converted ({first})") from None
 
 
 def _skeleton(source: Source, dtype: torch.dtype, implementation: str | None) -> Any:

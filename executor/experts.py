@@ -6,7 +6,7 @@ import torch
 
 from ..traces.errors import InputError
 from ..traces.schema import ModelShape
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, convert
 from .formats import Format
 from .names import Recipe
 from .store import Record
@@ -52,14 +52,14 @@ def fill_layer(found: Checkpoint, layer: int, record: Record, raw: torch.Tensor)
         place = found.experts_of(recipe.targets[0])
         if place is None or place[0] != layer:
             continue
-        if recipe.stacked:
+        transposed = _transposed(found, layer)
+        if recipe.stacked and not transposed:
             _fill_stacked(found, recipe, PARTS[place[1]], record, raw, loss)
             continue
-        tensors = (found.files.read(name) for _, name in recipe.sources)
-        for target, tensor in recipe.convert(found.model, tensors).items():
+        for target, tensor in convert(found, recipe).items():
             _, last = found.experts_of(target) or place
             for expert, one in enumerate(tensor):
-                turned = one.T if _transposed(found, layer) and one.ndim == 2 else one
+                turned = one.T if transposed and one.ndim == 2 else one
                 put(record, raw[expert], PARTS[last], 0, turned, loss)
     found.files.close()
     return loss

@@ -190,7 +190,8 @@ def test_an_audit_counts_what_is_there(tiny_target, tiny_draft, tmp_path):
     assert 0.05 < found["experts"]["relative_error"]["mean"] < 0.15
     assert "experts q4 (mmap) 54.00 KiB, 4.50 bits a weight, relative error 0." in in_words(found)
     assert json.loads(json.dumps(found)) == found
-    models.store._slabs[0] = torch.zeros(8, 3 * 64 * 32 * 2, dtype=torch.uint8)  # as if left in 16 bits
+    slabs = [torch.zeros(8, 3 * 64 * 32 * 2, dtype=torch.uint8), models.store.slab(1)]  # as if left in 16 bits
+    models.store._slabs = slabs
     with pytest.raises(InputError, match=r"experts should take 54\.00 KiB and take 123\.00 KiB"):
         audit(models)
 
