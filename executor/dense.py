@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from . import kernels
-from .formats import Format
+from .formats import GROUP, Format
 
 
 class Packed(torch.Tensor):
@@ -21,7 +21,8 @@ class Packed(torch.Tensor):
 
     @staticmethod
     def __new__(cls, raw: torch.Tensor, stored: Format, columns: int) -> "Packed":
-        made = torch.Tensor._make_wrapper_subclass(cls, (len(raw), columns), dtype=torch.float32, device="cpu")  # pyright: ignore[reportAttributeAccessIssue]
+        make: Any = torch.Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
+        made = make(cls, (len(raw), columns), dtype=torch.float32, device="cpu")
         made.raw = raw
         made.matrices = kernels.Matrices(stored, torch.float32, columns, 0, len(raw), False, (0, 0, 0, 0))
         return made
@@ -46,7 +47,7 @@ def _linear(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None, o
     flat = x.reshape(-1, x.shape[-1]).to(torch.float32).contiguous()
     n, rows = len(flat), len(weight.raw)
     result = torch.empty((n, rows))
-    threads, every = torch.get_num_threads(), range(n)
+    threads, every = kernels.threads(emulated=True), range(n)
     address = weight.raw.data_ptr()
     kernels.run(weight.matrices, kernels.UP, [address], [n], every, every, flat, result, result, threads)
     if bias is not None:
@@ -60,8 +61,9 @@ def pack_dense(model: torch.nn.Module, stored: Format) -> int:
 
     Routers are no linear layers in transformers' mixture models and stay as they are. Only where `kernels.ready()`.
     """
-    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and not m.in_features % 32]
+    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and not m.in_features % GROUP]
     for layer in layers:
         if not layer.weight.is_meta:
-            layer._parameters["weight"] = Packed(stored.encode(layer.weight.detach()), stored, layer.in_features)  # pyright: ignore[reportArgumentType]
+            packed: Any = Packed(stored.encode(layer.weight.detach()), stored, layer.in_features)
+            layer._parameters["weight"] = packed
     return len(layers)

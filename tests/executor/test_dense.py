@@ -1,5 +1,7 @@
 """Packed dense weights: products by the kernels, for modules and for the lean forward alike."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,17 +16,18 @@ pytestmark = pytest.mark.skipif(not kernels.ready(), reason="the kernels are not
 @pytest.mark.parametrize("name", QUANTISED)
 def test_linear_layers_multiply_their_packed_weights(name):
     """Against the decoded weights: what is left is the rounding of the activations (see test_kernels)."""
-    layers = torch.nn.ModuleList([torch.nn.Linear(96, 40), torch.nn.Linear(64, 7, bias=False), torch.nn.Linear(6, 6)])
+    layers = [torch.nn.Linear(96, 40), torch.nn.Linear(64, 7, bias=False), torch.nn.Linear(6, 6)]
     fmt = QUANTISED[name]
     with torch.inference_mode():
         decoded = [fmt.decode(fmt.encode(m.weight), torch.float32) for m in layers[:2]]
-        assert pack_dense(layers, fmt) == 2
+        assert pack_dense(torch.nn.ModuleList(layers), fmt) == 2
         for layer, weight in zip(layers[:2], decoded, strict=True):
             x = torch.randn(2, 3, layer.in_features)
             expected, got = F.linear(x, weight, layer.bias), layer(x)
             assert (got - expected).norm() < 0.02 * expected.norm()
             out = torch.empty_like(got)
-            F.linear(x, layer.weight, layer.bias, out=out)
+            linear: Any = F.linear  # its `out` is missing from the stubs
+            linear(x, layer.weight, layer.bias, out=out)
             assert torch.equal(out, got)
             assert layer(x.bfloat16()).dtype == torch.bfloat16
             with pytest.raises(TypeError):
