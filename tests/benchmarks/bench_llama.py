@@ -111,7 +111,8 @@ def our_models(layers: int, vocab: int) -> Any:
     from moe_spac.traces.models import Pair, model_shape, moe_blocks
 
     register()
-    config = Qwen3MoeConfig(
+    make: Any = Qwen3MoeConfig  # its head_dim is missing from the signature
+    config = make(
         vocab_size=vocab, hidden_size=HIDDEN, num_hidden_layers=layers, num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS, head_dim=HEAD, intermediate_size=6144, moe_intermediate_size=WIDTH,
         num_experts=EXPERTS, num_experts_per_tok=TOP_K, norm_topk_prob=True, max_position_embeddings=4096,
@@ -124,7 +125,8 @@ def our_models(layers: int, vocab: int) -> Any:
         for name, weight in [(n, w) for n, w in module._parameters.items() if w is not None]:
             if isinstance(module, torch.nn.Linear):
                 raw = torch.from_numpy(four_bits(*weight.shape, seed=len(weight)))
-                module._parameters[name] = Packed(raw, QUANTISED["q4"], weight.shape[1])
+                packed: Any = Packed(raw, QUANTISED["q4"], weight.shape[1])
+                module._parameters[name] = packed
             else:
                 filled = torch.ones(weight.shape) if weight.dim() == 1 else torch.randn(weight.shape) * 0.02
                 module._parameters[name] = torch.nn.Parameter(filled, requires_grad=False)
