@@ -10,16 +10,18 @@ tell them from the fixed ones.
 
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..simulator.machine import DEFAULTS, UNITS, Machine, Quantity, Rates, rates_for
 from .cold import cold_and_warm
 from .copies import measure_copies
 from .fits import Figures, figures, medians
-from .probe import Probe, Subject
+from .probe import Probe, Seen, Subject
 
 ENDLESS = 1e18  # bytes/s or FLOP/s of what is not the limit
 ROUNDS = 3
+Watch = Callable[[Callable[[], list[Seen]]], list[Seen]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +51,21 @@ def calibrate(
     return replace(made, quantities={**made.quantities, "cpu.expert_fixed": replace(entry, source=said)})
 
 
-def observe_round(subject: Subject, start: Machine) -> Figures:
-    """One round of all measurements; `start` gives the emulated link its times."""
+def observe_round(subject: Subject, start: Machine, watch: Watch = lambda measure: measure()) -> Figures:
+    """One round of all measurements; `start` gives the emulated link its times. `watch` makes each of them.
+
+    Where there is a draft, the CPU tier and copies are measured with it in between: it leaves them cold caches and
+    sleeping threads, as it does in use.
+    """
+    draft = subject.draft_shape is not None
+
+    def see(pattern: str, draft: bool = draft, brief: bool = False) -> list[Seen]:
+        return watch(lambda: subject.observe(Probe(pattern), start, draft=draft, brief=brief))
+
     copy_ns = rates_for(start, subject.shape, subject.draft_shape).costs.copy_ns
-    drafting = subject.observe(Probe(), start, draft=True) if subject.draft_shape is not None else []
+    drafting = see("g") if draft else []
     return figures(
-        subject.observe(Probe(), start),
-        subject.observe(Probe("c"), start),
-        [*subject.observe(Probe("gc"), start), *subject.observe(Probe("ggc"), start)],
-        subject.observe(Probe("s"), start, brief=True),
-        drafting,
-        copy_ns,
+        see("g", draft=False), see("c"), [*see("gc"), *see("gcccc")], see("s", brief=True), drafting, copy_ns
     )
 
 

@@ -1,7 +1,7 @@
 """From observed steps to a machine's times: what a layer, an expert, a wait and a drafted token take here, in ns."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from statistics import median
 
 import numpy as np
@@ -35,6 +35,11 @@ class Figures:
     overlap: float
     arrival: float
     draft: float
+
+    def scaled(self, factor: float) -> "Figures":
+        """The same on a machine that takes `factor` times as long for everything."""
+        times = {f.name: getattr(self, f.name) * factor for f in fields(self) if f.name != "overlap"}
+        return replace(self, **times)
 
 
 def typical(values: Iterable[float]) -> float:

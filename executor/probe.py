@@ -25,6 +25,7 @@ MANY = 9  # rows of a step with a draft of 8
 DRAFTS = 4
 PROMPT, TOKENS = 8 * MANY + 1, 20  # of a run
 BRIEF = 3 * MANY + 1, 8  # of one in which copies take most of the time
+SHORT = 2 * MANY + 1, 16  # of a yardstick
 WARM_UP = 2  # steps of each kind that are not counted
 ROWS = (1, DRAFTS + 1, MANY)
 
@@ -55,6 +56,10 @@ class Subject(Protocol):
 
     def observe(self, probe: "Probe", machine: Machine, draft: bool = False, brief: bool = False) -> list[Seen]:
         """Steps of one row and of many under `probe`, or of drafting and verifying; warm-up taken off."""
+        ...
+
+    def yardstick(self, machine: Machine) -> int:
+        """ns that a short piece of the same work takes now, whatever else was measured: how fast the machine is."""
         ...
 
 
@@ -112,9 +117,17 @@ class PairSubject:
         return self.models.experts[0]
 
     def observe(self, probe: Probe, machine: Machine, draft: bool = False, brief: bool = False) -> list[Seen]:
-        pair, (prompt, tokens) = self.models.pair, BRIEF if brief else (PROMPT, TOKENS)
+        prompt, tokens = BRIEF if brief else (PROMPT, TOKENS)
+        return self._observe(probe, machine, draft, prompt, tokens * self.times)
+
+    def yardstick(self, machine: Machine) -> int:
+        seen = [s for p in ("g", "gc") for s in self._observe(Probe(p), machine, True, *SHORT)]
+        return sum(s.times.wall_ns for s in seen)
+
+    def _observe(self, probe: Probe, machine: Machine, draft: bool, prompt: int, tokens: int) -> list[Seen]:
+        pair = self.models.pair
         ids = [i for p in read_prompts("held-out") for i in encode(pair.tokenizer, p)[0]][:prompt]
-        options = Options(max_new_tokens=tokens * self.times, draft_length=DRAFTS, prefill_chunk=MANY)
+        options = Options(max_new_tokens=tokens, draft_length=DRAFTS, prefill_chunk=MANY)
         everything = len(pair.shape.moe_layers) * pair.shape.experts
         host = make_host(self.models, probe, Settings(machine, everything, options=options))
         try:
@@ -172,6 +185,9 @@ class RigSubject:
         trace = TraceView(header, lambda: iter(self._steps(4 if brief else 8)))
         total = self.slots * len(self.shape.moe_layers)
         return _warm([Seen(0, s) for s in replay(self.rig, trace, probe, Settings(machine, total)).times])
+
+    def yardstick(self, machine: Machine) -> int:
+        return sum(s.times.wall_ns for s in self.observe(Probe("gc"), machine, brief=True))
 
     def _steps(self, count: int) -> list[Step]:
         """Steps of 1, 5 and 9 rows in turn; experts of several rows come from twice as many as one row needs."""

@@ -1,8 +1,9 @@
 """Simulator against live on this machine: hit rates and time per output token (TPOT) of both, policy by policy.
 
-Calibration and runs take turns: every repetition measures the machine, runs every cell (link, slots, policy), and is
-predicted from the measurements on either side of it, because a shared machine's speed drifts by more than the model
-errs. What is compared is the median over the repetitions. A policy's decision time is charged as it was in the other
+A shared machine's speed changes by the second and by more than the model errs. So a yardstick, a short piece of fixed
+work, is timed beside every run and between all measurements of the calibration: all calibrated times are kept as
+multiples of it, and a run is predicted with the yardstick before and after it. What others disturb is repeated. What
+is compared is the median over the repetitions. A policy's decision time is charged as it was in the other
 repetitions, so no run helps to predict itself.
 """
 
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Protocol
 
 from ..policies.driver import Counters, Driver
@@ -28,14 +29,15 @@ from .calibrate import EmulatedLink, blank, observe_round, profile
 from .fits import Figures
 from .models import Models
 from .predict import per_token, with_policy_time
-from .probe import PairSubject, RigSubject, Subject
+from .probe import PairSubject, RigSubject, Seen, Subject
+from .quiet import undisturbed
 from .replay import Rig, first_steps, replay
 from .session import Settings, run
 from .times import StepTimes
 
 HITS_POINTS = 1.0  # how far hit rates may be apart
 TPOT_ERROR = 0.10
-CALIBRATION = 4  # times the tokens of an ordinary one
+CALIBRATION = 2  # times the tokens of an ordinary one
 APART = 0.10  # policies that differ by more must come in the same order
 
 
@@ -65,6 +67,8 @@ class Row:
     cell: Cell
     live: list[Sample] = field(default_factory=list)
     simulated: list[Sample] = field(default_factory=list)
+    yards: list[float] = field(default_factory=list)  # ns of the yardstick beside each live run
+    others: list[float] = field(default_factory=list)  # cores that other processes took meanwhile
     exact: bool | None = None  # hits under the virtual clock are those of the simulator
 
     @property
@@ -229,21 +233,46 @@ def contest(
 
     def measure() -> None:
         tell("measuring the machine")
-        rounds.append(observe_round(stage.subject, start))
+        rounds.append(_in_yards(stage.subject, start))
 
     measure()
-    first = profile(start, stage.subject, rounds)
+    first = profile(start, stage.subject, [rounds[0].scaled(_yard(stage.subject, start))])
     for number in range(repetitions):
         for i in range(len(rows)):  # every repetition begins with another cell
             row = rows[(i + number * len(rows) // repetitions) % len(rows)]
             tell(f"repetition {number + 1} of {repetitions}: {row.cell.policy}, {row.cell.slots} slots")
-            row.live.append(stage.live(row.cell, linked(first, row.cell.link)))
+            _run(stage, row, first, start)
         measure()
     for row in rows:
         tell(f"predicting {row.cell.policy}, {row.cell.slots} slots")
-        near = [profile(start, stage.subject, rounds[i : i + 2]) for i in range(repetitions)]
-        _predict(stage, row, first, near)
+        here = [profile(start, stage.subject, [one.scaled(yard) for one in rounds]) for yard in row.yards]
+        _predict(stage, row, first, here)
     return rows
+
+
+def _yard(subject: Subject, start: Machine) -> int:
+    return undisturbed(lambda: subject.yardstick(start))[0]
+
+
+def _in_yards(subject: Subject, start: Machine) -> Figures:
+    """A round of calibration in multiples of the yardstick, which is timed before and after each measurement."""
+    yards = [_yard(subject, start)]
+
+    def watch(measure: Callable[[], list[Seen]]) -> list[Seen]:
+        seen, _ = undisturbed(measure)
+        yards.append(_yard(subject, start))
+        return seen
+
+    return observe_round(subject, start, watch).scaled(1 / fmean(yards))
+
+
+def _run(stage: Stage, row: Row, first: Machine, start: Machine) -> None:
+    """Once, live, between two yardsticks."""
+    before = _yard(stage.subject, start)
+    sample, taken = undisturbed(lambda: stage.live(row.cell, linked(first, row.cell.link)))
+    row.live.append(sample)
+    row.yards.append(fmean([before, _yard(stage.subject, start)]))
+    row.others.append(taken)
 
 
 def linked(machine: Machine, link: EmulatedLink) -> Machine:
@@ -252,13 +281,15 @@ def linked(machine: Machine, link: EmulatedLink) -> Machine:
 
 
 def _predict(stage: Stage, row: Row, first: Machine, near: Sequence[Machine]) -> None:
-    """near: the machine as it was around each repetition."""
+    """near: the machine as fast as it was beside each repetition."""
     cell = row.cell
     told, total = linked(first, cell.link), cell.slots * len(stage.subject.shape.moe_layers)
     count = stage.virtual(cell, told)
+    deciding = [s.policy_ns / yard for s, yard in zip(row.live, row.yards, strict=True)]
     for i, machine in enumerate(near):
-        others = [s.policy_ns for j, s in enumerate(row.live) if j != i] or [row.live[i].policy_ns]
-        charged = with_policy_time(linked(machine, cell.link), median(others), "median of the other repetitions")
+        others = [ns for j, ns in enumerate(deciding) if j != i] or deciding
+        decide = median(others) * row.yards[i]
+        charged = with_policy_time(linked(machine, cell.link), decide, "median of the other repetitions")
         sample, _ = simulated_sample(stage.trace(cell), cell.policy, told, total, charged, stage.pauses)
         row.simulated.append(sample)
     _, same = simulated_sample(stage.trace(cell), cell.policy, told, total)

@@ -5,6 +5,7 @@ import platform
 from collections.abc import Sequence
 from typing import Any
 
+from .quiet import TAKEN
 from .versus import APART, HITS_POINTS, TPOT_ERROR, Row, orders
 
 Part = tuple[str, str, Sequence[Row]]  # title, what ran, rows
@@ -19,13 +20,16 @@ after the prompt (ms): the median of the repetitions, with least and most in bra
 over the repetitions of simulated / live - 1, so +5 % is a simulation that is too slow. `virtual` says whether
 the run on the virtual clock counted exactly what the simulator counts on its trace.
 
-How it was measured: calibration and runs take turns, and each repetition is predicted from the calibrations
-before and after it, because a shared machine's speed drifts by more than the model errs. Policies hear the
-costs of the first calibration, live and simulated. A policy's decision time is charged as the mean that it had
-in the *other* repetitions (their median); all else comes from the calibration, which runs none of these
-policies. The device is emulated: slots in RAM stand for its memory, the link takes the time that the row says
-(and 20 us a copy), and both tiers are threads on the same cores. It is the same code as on a GPU but for the
-CUDA calls; nothing here was run on a GPU.
+How it was measured: the speed of a shared machine changes by the second. So a yardstick, a short piece of
+fixed work (drafting and verifying with all experts on the fast device, then on both tiers), is timed before and
+after every run and between all measurements of the calibration. Calibrated times are kept as multiples of the
+yardstick, their medians over all rounds (calibration and runs take turns), and a run is predicted with the
+yardstick beside it. A measurement during which other processes took more than {taken:g} of a core is repeated.
+Policies hear the costs of the first calibration, live and simulated. A policy's decision time is charged as the
+mean that it had in the *other* repetitions (their median, in yardsticks); all else comes from the calibration,
+which runs none of these policies. The device is emulated: slots in RAM stand for its memory, the link takes the
+time that the row says (and 20 us a copy), and both tiers are threads on the same cores. It is the same code as
+on a GPU but for the CUDA calls; nothing here was run on a GPU.
 
 What is asked: hits within {points:g} point, TPOT within {tpot:.0%}, and the same order of policies wherever
 they differ live by more than {apart:.0%} with the same link and slots.
@@ -38,7 +42,7 @@ def page(parts: Sequence[Part], command: str) -> str:
     """Markdown; `command` made it."""
     said = HEAD.format(
         command=command,
-        points=HITS_POINTS, tpot=TPOT_ERROR, apart=APART, machine=machine(),
+        points=HITS_POINTS, tpot=TPOT_ERROR, apart=APART, taken=TAKEN, machine=machine(),
     )  # fmt: skip
     return said + "".join(_part(*part) for part in parts)
 
@@ -72,7 +76,20 @@ def _part(title: str, what: str, rows: Sequence[Row]) -> str:
     lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
     _, wrong = orders(rows)
     lines += [f"\nOther order: {a.cell.policy}, {b.cell.policy}; {_rate(a)}, {a.cell.slots} slots." for a, b in wrong]
-    return "\n".join(lines) + "\n" + _splits(rows)
+    return "\n".join(lines) + "\n" + _speeds(rows) + _splits(rows)
+
+
+def _speeds(rows: Sequence[Row]) -> str:
+    """How steady the machine was."""
+    yards = sorted(yard for row in rows for yard in row.yards)
+    if not yards:
+        return ""
+    low, middle, high = (yards[i] / 1e6 for i in (0, len(yards) // 2, -1))
+    disturbed = sum(cores > TAKEN for row in rows for cores in row.others)
+    return (
+        f"\nThe yardstick beside the runs took {middle:.0f} ms, from {low:.0f} to {high:.0f}; {disturbed} of "
+        f"{len(yards)} runs were disturbed by other processes every time they were tried.\n"
+    )
 
 
 def _cells(row: Row) -> list[str]:
@@ -136,6 +153,8 @@ def _row(row: Row) -> dict[str, Any]:
         "hit_points": row.points,
         "error": row.error,
         "errors": row.errors,
+        "yardstick_ms": [yard / 1e6 for yard in row.yards],
+        "others_cores": row.others,
         "live_ms": [s.tpot for s in row.live],
         "simulated_ms": [s.tpot for s in row.simulated],
         "live_split_ms": [s.split for s in row.live],
