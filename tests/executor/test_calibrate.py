@@ -157,3 +157,9 @@ def test_prediction_and_measurement_are_split_to_the_last_microsecond(measured, 
     assert sum(found.measured_split.values()) - drafts_prompt == pytest.approx(1e3 / found.measured, rel=1e-6)
     assert found.predicted_split["policy"] == pytest.approx(found.measured_split["policy"], rel=0.05)
     assert found.error == pytest.approx(found.predicted / found.measured - 1)
+
+
+def test_a_slower_machine_takes_longer_for_everything_but_shares_no_more():
+    one = Figures(*range(1, 16))
+    twice = one.scaled(2)
+    assert (twice.dense_fixed, twice.draft, twice.overlap) == (2, 30, one.overlap)
