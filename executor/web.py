@@ -158,12 +158,12 @@ class Api:
     async def _events(self, request: Request, events: "asyncio.Queue[Event]", job: Job) -> AsyncIterator[Event]:
         """The job's events to the last one, or until the client is gone; then the job is given up."""
         gone = asyncio.ensure_future(_hung_up(request))
+        coming: asyncio.Future[Event] | None = None
         try:
             while True:
                 coming = asyncio.ensure_future(events.get())
                 await asyncio.wait({coming, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if not coming.done():
-                    coming.cancel()
                     return
                 event = coming.result()
                 yield event
@@ -171,6 +171,8 @@ class Api:
                     return
         finally:
             gone.cancel()
+            if coming is not None:
+                coming.cancel()
             self.worker.abandon(job)
 
     # Inside
