@@ -149,7 +149,7 @@ def about(models: "Models", machine: str) -> dict[str, Any]:
 
     import torch
 
-    from .floor import dispatch_floor
+    from .floor import dispatch_floor, forwards
     from .kernels import describe
 
     shape, parts = models.pair.shape, models.pair
@@ -165,6 +165,7 @@ def about(models: "Models", machine: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "floor_ms": dispatch_floor(models),
+        "forward": forwards(models),
     }
 
 
@@ -201,6 +202,7 @@ def _show_tables(facts: dict[str, Any], found: dict[str, Any]) -> None:
     show_table("ms of a token that the fast device waited or decided", [_stalls(*entry) for entry in generated])
     parts = ", ".join(f"{name.replace('_', ' ')} {ms:.2f}" for name, ms in facts["floor_ms"].items())
     say(f"floor, ms a forward pass without experts: {parts}")
+    say("forward: " + ", ".join(f"{name} {how}" for name, how in facts["forward"].items()))
 
 
 def _speed(policy: str, one: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:

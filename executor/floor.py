@@ -6,6 +6,7 @@ from time import perf_counter
 import torch
 
 from ..traces.cached import open_cached
+from ..traces.lean import refusal
 from .live import routers_of
 from .models import Models
 
@@ -23,6 +24,12 @@ def dispatch_floor(models: Models, rows: int = 5) -> dict[str, float]:
     if isinstance(pair.draft, torch.nn.Module):
         found["draft"] = _pass_ms(pair.draft, 1)
     return found
+
+
+def forwards(models: Models) -> dict[str, str]:
+    """By which forward target and draft run: "lean", or why by transformers' own."""
+    named = zip(("target", "draft"), models.pair.models, strict=False)
+    return {role: f"transformers': {why}" if (why := refusal(model)) else "lean" for role, model in named}
 
 
 def _pass_ms(model: torch.nn.Module, rows: int) -> float:

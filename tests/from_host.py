@@ -1,6 +1,5 @@
 """A model whose experts are computed from the host store, without slots or a policy."""
 
-
 from moe_spac.policies.interface import Key
 
 

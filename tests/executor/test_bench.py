@@ -113,3 +113,16 @@ def test_bad_input_is_named(words, said, tiny_target):
 def test_no_prompt_sizes_is_zero():
     assert sizes_of("0") == []
     assert sizes_of("8,16") == [8, 16]
+
+
+def test_it_says_by_which_forward_models_run(load_live):
+    from types import SimpleNamespace
+    from typing import Any
+
+    from tiny import family_model
+
+    from moe_spac.executor.floor import forwards
+
+    assert forwards(load_live("tiny")) == {"target": "lean", "draft": "lean"}
+    other: Any = SimpleNamespace(pair=SimpleNamespace(models=[family_model("gpt_oss")]))
+    assert forwards(other) == {"target": "transformers': the lean forward does not know GptOssForCausalLM"}
