@@ -45,7 +45,6 @@ class Opening:
         """Raise InputError for what can be told before a model is loaded."""
         self.checked_policy(self.policy)
         draft_length_of(self.draft_length, {})
-        draft_length_of(self.draft_length, {})
         if self.vram:
             parse_size(self.vram, "--vram")
 
