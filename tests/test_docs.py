@@ -1,4 +1,4 @@
-"""What the documentation shows can be typed: commands in `sh` blocks are run, all others are checked for their options."""
+"""What pages show can be typed: commands in `sh` blocks are run, all others are checked for their options."""
 
 import re
 import shlex
