@@ -27,7 +27,7 @@ from ..traces.writer import TraceWriter
 from .models import Models
 from .predict import priced_by_run
 from .result import Answer
-from .session import LOOKAHEAD, Session, Settings
+from .session import Session, Settings, lookahead_of
 from .times import StepTimes, exposed
 
 PERCENTILES = (50, 95, 99)
@@ -98,7 +98,7 @@ def bench(
     """
     sequences = plan.sequences()
     names = [Prompt(f"{i}-{s.test}", "bench", ("",)) for i, s in enumerate(sequences)]
-    lookahead = LOOKAHEAD if "next-gate" in policy.channels else 0
+    lookahead = lookahead_of(policy)
     turns = [[list(s.ids)] for s in sequences]
     header = make_header(models.pair, names, turns, settings.options, "spac-exec bench", False, lookahead)
     found = []

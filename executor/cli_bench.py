@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..traces.console import parse_size, say, show_json, show_size, show_table
+from ..traces.console import check_folder, parse_size, say, show_json, show_size, show_table
 from ..traces.errors import InputError
 from .cli_options import (
     AllowLossy,
@@ -27,6 +27,7 @@ from .cli_options import (
     Vram,
     default_device,
     draft_length_of,
+    live_policy,
     machine_of,
     policy_of,
     prompts_of,
@@ -119,15 +120,10 @@ def _check(names: list[str], form: str, record: Path | None, allow_lossy: bool) 
     if form not in FORMS:
         raise InputError(f"-o {form}: unknown; choose {', '.join(FORMS)}")
     for name in names:
-        one, _ = policy_of(name)
-        if one.clairvoyant:
-            raise InputError(f"--policy {name}: it has to know the future, so it cannot run live; use it in spac-sim")
-        if not (one.lossless or allow_lossy):
-            raise InputError(f"--policy {name}: this policy changes the model's output; run it with --allow-lossy")
+        live_policy(name, allow_lossy)
     if record is not None and len(names) > 1:
         raise InputError(f"--record {record}: takes one --policy, because every one writes a trace of its own")
-    if record is not None and not record.parent.is_dir():
-        raise InputError(f"--record {record}: no such folder {record.parent}; make it first")
+    check_folder("--record", record)
 
 
 def _progress(name: str):

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ..traces.console import check_folder
 from ..traces.errors import InputError
 from .cli_options import (
     AsJson,
@@ -51,8 +52,7 @@ def calibrate(
     from .stores import Choice
 
     link = link_of(link_bandwidth, link_latency)
-    if not out.parent.is_dir():
-        raise InputError(f"-o {out}: no such folder {out.parent}; make it first")
+    check_folder("-o", out)
     kept = Choice(store, store_memory, store_folder)
     models = load_models(target, draft, dtype, device or default_device(), kept, tokenizer)
     profile = measure(PairSubject(models), link, out.stem, rounds)

@@ -8,21 +8,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..traces.console import parse_size, say, show_json
+from ..traces.console import check_folder, parse_size, say, show_json
 from ..traces.errors import InputError
 from .cli_options import (
+    AllowLossy,
     AsJson,
+    CacheFraction,
     Device,
     Draft,
     DraftLength,
     Dtype,
+    MachineName,
+    PolicyName,
+    Slots,
     StoreFolder,
     StoreFormat,
     StoreMemory,
     Target,
     Tokenizer,
+    Vram,
     default_device,
     draft_length_of,
+    live_policy,
     machine_of,
     policy_of,
     prompts_of,
@@ -39,15 +46,13 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="What to continue. Default: three bundled prompts.")] = None,
     prompts: Annotated[str | None, typer.Option(help="A .txt or .jsonl file, or a bundled set's name.")] = None,
     prompt_limit: Annotated[int | None, typer.Option(help="Only the first N prompts.")] = None,
-    policy: Annotated[str, typer.Option(help="A policy file, name, name:key=value,… or file.py:Class.")] = "ar-lru",
+    policy: PolicyName = "ar-lru",
     target: Target = None,
     draft: Draft = None,
-    machine: Annotated[
-        str | None, typer.Option(help="A preset or a profile's file. Default: measure this machine now.")
-    ] = None,
-    slots: Annotated[int | None, typer.Option(min=0, help="Expert slots per layer.")] = None,
-    cache_fraction: Annotated[float | None, typer.Option(min=0, max=1, help="Slots as a share of all experts.")] = None,
-    vram: Annotated[str | None, typer.Option(metavar="SIZE", help="Slots that fit in this, e.g. 12GiB.")] = None,
+    machine: MachineName = None,
+    slots: Slots = None,
+    cache_fraction: CacheFraction = None,
+    vram: Vram = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     draft_length: DraftLength = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
@@ -66,9 +71,7 @@ def generate(
         bool, typer.Option("--check", help="Compare the tokens with transformers' own greedy ones.")
     ] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end token.")] = False,
-    allow_lossy: Annotated[
-        bool, typer.Option("--allow-lossy", help="Also run a policy that changes the model's output.")
-    ] = False,
+    allow_lossy: AllowLossy = False,
     store: StoreFormat = "auto",
     store_memory: StoreMemory = "auto",
     store_folder: StoreFolder = None,
@@ -78,16 +81,13 @@ def generate(
     json: AsJson = False,
 ) -> int:
     """Generate text with the target's experts in slots, moved as the policy says, and print what it took."""
-    chosen_policy, chosen = policy_of(policy)
-    if not (chosen_policy.lossless or allow_lossy):
-        raise InputError(f"--policy {policy}: this policy changes the model's output; run it with --allow-lossy")
+    chosen_policy, chosen = live_policy(policy, allow_lossy)
     if clock not in ("real", "virtual"):
         raise InputError(f"--clock {clock}: unknown; choose real or virtual")
     if check and temperature > 0:
         raise InputError("--check: only greedy output can be compared; leave out --temperature")
-    for flag, file in (("--record", record), ("--events", events)):
-        if file is not None and not file.parent.is_dir():
-            raise InputError(f"{flag} {file}: no such folder {file.parent}; make it first")
+    for flag, file in (("--record", record), ("--events", events), ("--timeline", timeline)):
+        check_folder(flag, file)
     if timeline is not None and clock != "real":
         raise InputError("--timeline: needs the real clock; for simulated time alone use spac-sim run --timeline")
     given = prompts_of(prompt, prompts, prompt_limit)

@@ -58,6 +58,16 @@ def policy_of(spec: str) -> "tuple[Policy, dict[str, Any]]":
     return read_policy_file(Path(spec)) if spec.endswith(".toml") else (load_policy(spec), {})
 
 
+def live_policy(spec: str, allow_lossy: bool) -> "tuple[Policy, dict[str, Any]]":
+    """As `policy_of`; InputError for a policy that cannot run live, or may not."""
+    from ..policies.load import check_causal, check_lossless
+
+    policy, chosen = policy_of(spec)
+    check_causal(spec, policy)
+    check_lossless(spec, policy, allow_lossy)
+    return policy, chosen
+
+
 def draft_length_of(text: str | None, chosen: dict[str, Any]) -> tuple[int, bool]:
     """Tokens to draft a step at most, and whether it is measured how many pay; 0 where a policy file decodes plainly.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..traces.console import say, show_json
+from ..traces.console import check_folder, say, show_json
 from ..traces.errors import InputError
 from .cli_options import AsJson, link_of, policy_of
 
@@ -43,8 +43,7 @@ def versus(
     Calibration and runs take turns. Exit code 1 if a row is off by more than a point of hit rate or 10 % of time, or
     two policies that differ by more than 10 % come in the other order.
     """
-    if out is not None and not out.parent.is_dir():
-        raise InputError(f"-o {out}: no such folder {out.parent}; make it first")
+    check_folder("-o", out)
     names = policy or POLICIES
     for name in names:
         policy_of(name)

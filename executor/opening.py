@@ -6,9 +6,8 @@ from pathlib import Path
 
 from ..policies.interface import Policy
 from ..traces.console import parse_size
-from ..traces.errors import InputError
 from ..traces.speculate import Options
-from .cli_options import default_device, draft_length_of, machine_of, policy_of, slots_for
+from .cli_options import default_device, draft_length_of, live_policy, machine_of, policy_of, slots_for
 from .models import load_models
 from .session import Session, Settings
 from .stores import Choice
@@ -50,12 +49,7 @@ class Opening:
 
     def checked_policy(self, spec: str) -> Policy:
         """The policy that `spec` names. Raises InputError for one that cannot or may not run."""
-        policy, _ = policy_of(spec)
-        if policy.clairvoyant:
-            raise InputError(f"--policy {spec}: it has to know the future, so it cannot run live; use it in spac-sim")
-        if not (policy.lossless or self.allow_lossy):
-            raise InputError(f"--policy {spec}: this policy changes the model's output; run it with --allow-lossy")
-        return policy
+        return live_policy(spec, self.allow_lossy)[0]
 
     def open(self, tell: Callable[[str, int, int], None] | None = None) -> Session:
         """Load the pair and make the session. `tell`: what is being done, how far it is, and of how much (bytes)."""

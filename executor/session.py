@@ -17,6 +17,7 @@ import torch
 from ..policies.driver import Counters, Driver, PolicyError
 from ..policies.events import EventLog, Recording
 from ..policies.interface import Policy
+from ..policies.load import check_causal
 from ..simulator.capacity import check_size
 from ..simulator.engine import setup_for
 from ..simulator.machine import Machine, rates_for
@@ -59,6 +60,11 @@ class Settings:
     record: Path | None = None
     events: Path | None = None
     timeline: bool = False
+
+
+def lookahead_of(policy: Policy) -> int:
+    """How many layers' gates are asked ahead for it."""
+    return LOOKAHEAD if "next-gate" in policy.channels else 0
 
 
 class Session:
@@ -116,7 +122,7 @@ class Session:
         """Decide by `policy` from now on: a new driver and new lanes on the same store and slots, which start as the
         policy places them. Keys and values stay."""
         self._drop()
-        lookahead = LOOKAHEAD if "next-gate" in policy.channels else 0
+        lookahead = lookahead_of(policy)
         if lookahead not in self._routers:
             self._routers[lookahead] = routers_of(self.models, lookahead)
         told = policy if self._log is None else Recording(policy, self._log)
@@ -236,7 +242,7 @@ def run(models: Models, policy: Policy, prompts: Sequence[Prompt], settings: Set
     """
     options = settings.options
     turns = [encode(models.pair.tokenizer, prompt) for prompt in prompts]
-    lookahead = LOOKAHEAD if "next-gate" in policy.channels else 0
+    lookahead = lookahead_of(policy)
     result = Result(policy.name, settings.slots, settings.clock)
     with ExitStack() as stack:
         writer = None
@@ -293,10 +299,7 @@ def host_for(
 ) -> Host:
     """The same for experts without a model around them."""
     shape, draft = shapes
-    if policy.clairvoyant:
-        raise InputError(
-            f"--policy {policy.name}: it has to know the future, so it cannot run live; use it in spac-sim"
-        )
+    check_causal(policy.name, policy)
     check_size("--slots", settings.slots, shape)
     rates = rates_for(settings.machine, shape, draft)
     setup = setup_for(shape, rates, policy, settings.slots, draft_length, settings.seed)

@@ -67,9 +67,20 @@ def load_policy(spec: str, allow_lossy: bool = True) -> Policy:
     else:
         head, parameters = _split(spec)
         policy = _construct(head, _find_class(head, Path()), _parse_parameters(spec, parameters))
+    check_lossless(spec, policy, allow_lossy)
+    return policy
+
+
+def check_lossless(spec: str, policy: Policy, allow_lossy: bool) -> None:
+    """InputError if the policy changes tokens and nobody has allowed that."""
     if not (policy.lossless or allow_lossy):
         raise InputError(f"--policy {spec}: this policy changes the model's output; run it with --allow-lossy")
-    return policy
+
+
+def check_causal(spec: str, policy: Policy) -> None:
+    """InputError if the policy needs the future, which no live run has."""
+    if policy.clairvoyant:
+        raise InputError(f"--policy {spec}: it has to know the future, so it cannot run live; use it in spac-sim")
 
 
 def describe(spec: str) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from ..policies.demand import Needed
 from ..policies.driver import Driver, Plan
 from ..policies.interface import Key, Policy, StepInfo
 from ..traces.errors import InputError
@@ -73,19 +72,11 @@ class TracedEngine(Engine):
         self._step_began = self.now
         super().step_begins(step, context)
 
-    def layer(
-        self,
-        layer: int,
-        ids: np.ndarray,
-        weights: np.ndarray | None = None,
-        scores: np.ndarray | None = None,
-        ahead: np.ndarray | None = None,
-        needed: Needed | None = None,
-    ) -> Plan:
+    def layer(self, layer: int, ids: np.ndarray, *given: Any, **named: Any) -> Plan:
         self._at["layer"] = layer
         begin, gpu = self.now, self._gpu
         dense, policy = gpu["dense"], gpu["policy"]
-        plan = super().layer(layer, ids, weights, scores, ahead, needed)
+        plan = super().layer(layer, ids, *given, **named)
         gate = begin + gpu["dense"] - dense
         self._keep("dense", begin, gate)
         self._keep("policy", gate, gate + gpu["policy"] - policy)

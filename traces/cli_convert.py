@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from .console import parse_size, say
+from .console import check_folder, parse_size, say
 from .errors import InputError
 
 
@@ -124,8 +124,7 @@ def counting(what: str, total: Callable[[], int] | None = None) -> Iterator[Call
 def plot_stem(path: Path) -> Path:
     """Where a page of pictures goes: a .png or .svg names itself, anything else is a folder, made if missing."""
     if path.suffix.lower() in (".png", ".svg"):
-        if not path.parent.is_dir():
-            raise InputError(f"--plot {path}: no such folder {path.parent}; make it first")
+        check_folder("--plot", path)
         return path.with_suffix("")
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from .console import say, show_json, show_size, show_table
+from .console import check_folder, say, show_json, show_size, show_table
 from .errors import InputError
 from .prompts import describe, read_prompts
 
@@ -62,9 +62,8 @@ def record(
         raise InputError(f"--scores {scores}: choose topk or full")
     if compare and temperature > 0:
         raise InputError("--require-exact: only greedy output can be compared; leave out --temperature")
-    for flag, path in (("-o", out), ("--draft-out", draft_out)):
-        if path is not None and not path.parent.is_dir():
-            raise InputError(f"{flag} {path}: no such folder {path.parent}; make it first")
+    check_folder("-o", out)
+    check_folder("--draft-out", draft_out)
     if draft_out is not None and draft_out.absolute() == out.absolute():
         raise InputError(f"--draft-out {draft_out}: the target's trace goes there; give another file")
     chosen = read_prompts(prompts, prompt_limit)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .console import say, show_json, show_size, show_table
+from .console import check_folder, say, show_json, show_size, show_table
 from .errors import InputError
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ def synth(
         return
     if like is None or out is None:
         raise InputError("synth: give --like MODEL and -o FILE, or --list")
-    if not out.parent.is_dir():
-        raise InputError(f"-o {out}: no such folder {out.parent}; make it first")
+    check_folder("-o", out)
 
     from .synth import synthesize
 

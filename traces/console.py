@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import typer
@@ -139,6 +140,12 @@ def working(what: str) -> Iterator[None]:
 def warn(text: str) -> None:
     """One line on stderr; the command goes on."""
     sys.stderr.write(f"warning: {text}\n")
+
+
+def check_folder(flag: str, file: Path | None) -> None:
+    """InputError if the folder into which `file` is to be written is not there; before the work, not after it."""
+    if file is not None and not file.parent.is_dir():
+        raise InputError(f"{flag} {file}: no such folder {file.parent}; make it first")
 
 
 def parse_size(text: str, flag: str) -> int:

@@ -206,11 +206,12 @@ def test_interrupt_ends_the_run_at_once(load_live, live_prompts, live_machine, t
     slow = Machine("slow", "", {**live_machine.quantities, "link.bandwidth": Quantity(2e3, "emulated", "test")})
     trace = tmp_path / "run.spac"
     settings, sent = Settings(slow, SOME, "real", options_for(), record=trace), []
+    main = threading.get_ident()
 
     def interrupt(policy, demand, view):
         def send():
             sent.append(time.monotonic())
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            signal.pthread_kill(main, signal.SIGINT)
 
         threading.Timer(0.3, send).start()
         return Where.FETCH

@@ -8,6 +8,7 @@ import numpy as np
 from hand import decode, rates, setup, step, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wander import Wander
 
 from moe_spac.policies.driver import Driver
 from moe_spac.policies.interface import Key, Policy, Where
@@ -22,34 +23,6 @@ class Fetch(Policy):
     """Every miss is copied and kept if there is room."""
 
     name: ClassVar[str] = "fetch"
-
-
-class Wander(Policy):
-    """Answers by hash of what it is asked: every way to serve a miss, prefetches, arbitrary victims."""
-
-    name: ClassVar[str] = "wander"
-
-    def __init__(self, prefetch: bool, ways: tuple[Where, ...], serial: bool = False, back: bool = False) -> None:
-        self.prefetch, self.ways, self.serial_tiers, self.write_back = prefetch, ways, serial, back
-        self.deaf = frozenset() if prefetch else frozenset({"next_fetch"})
-
-    def setup(self, setup):
-        self.layers, self.experts, self.asked = setup.layers, setup.experts, 0
-
-    def dispatch(self, demand, view):
-        return [(e, Where.GPU if e in demand.held else self.ways[e % len(self.ways)]) for e in demand.experts]
-
-    def next_fetch(self, view):
-        self.asked += 1
-        key = Key(self.asked // 3 % self.layers, self.asked % self.experts)
-        return None if view.resident(key) or view.in_flight(key) or self.asked % 4 == 0 else key
-
-    def victim(self, incoming, candidates, view):
-        found = list(candidates)
-        return found[incoming.expert % len(found)] if found and incoming.expert % 3 else None
-
-    def keep_fetch(self, key, view):
-        return key.expert % 2 == 0
 
 
 def play(steps, policy, times, experts=8, slots=None, exact=False, **more):

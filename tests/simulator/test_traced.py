@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from result_folders import call
 from speculated import BROKEN, speculated, write
+from wander import Wander
 
 from moe_spac.policies.driver import Driver
-from moe_spac.policies.interface import Key, Policy, Where
+from moe_spac.policies.interface import Where
 from moe_spac.policies.load import load_policy
 from moe_spac.simulator.engine import Engine, replay_step
 from moe_spac.simulator.machine import load_machine
@@ -23,30 +24,16 @@ from moe_spac.traces.errors import InputError
 from moe_spac.traces.schema import Kind
 
 
-class Mixed(Policy):
-    """Every way to serve a miss, by the expert's number; prefetches what comes next and gives some of it up."""
+class Mixed(Wander):
+    """Prefetches, and evicts whoever comes first, so that a resident is evicted as often as can be."""
 
     name = "mixed"
 
     def __init__(self, ways: tuple[Where, ...], serial: bool, back: bool) -> None:
-        self.ways, self.serial_tiers, self.write_back = ways, serial, back
-
-    def setup(self, setup):
-        self.layers, self.experts, self.asked = setup.layers, setup.experts, 0
-
-    def dispatch(self, demand, view):
-        return [(e, Where.GPU if e in demand.held else self.ways[e % len(self.ways)]) for e in demand.experts]
-
-    def next_fetch(self, view):
-        self.asked += 1
-        key = Key(self.asked // 3 % self.layers, self.asked % self.experts)
-        return None if view.resident(key) or view.in_flight(key) or self.asked % 4 == 0 else key
+        super().__init__(True, ways, serial, back)
 
     def victim(self, incoming, candidates, view):
         return next(iter(candidates), None)
-
-    def keep_fetch(self, key, view):
-        return key.expert % 2 == 0
 
 
 def play(make, steps, policy, times, pageable=-1):
