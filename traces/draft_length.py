@@ -111,7 +111,8 @@ class LengthChooser:
         weight = sum(w for _, _, w in points)
         if not weight:
             return 0.0
-        middle, mean = (sum(w * p[i] for p in points for w in [p[2]]) / weight for i in (0, 1))
+        middle = sum(w * k for k, _, w in points) / weight
+        mean = sum(w * t for _, t, w in points) / weight
         spread = sum(w * (k - middle) ** 2 for k, _, w in points)
         slope = sum(w * (k - middle) * (t - mean) for k, t, w in points) / spread if spread else 0.0
         return mean + max(0.0, slope) * (length - middle)
