@@ -195,6 +195,7 @@ def options_for(body: _Body, prompt: int, limits: Limits, defaults: Options) -> 
         temperature=defaults.temperature if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
         seed=uuid.uuid4().int >> 66 if body.seed is None else body.seed,
+        draft_invariant=body.seed is not None,  # who gives a seed wants the same text again, whatever is drafted
         stop_tokens=defaults.stop_tokens,
         prefill_chunk=defaults.prefill_chunk,
     )

@@ -82,7 +82,7 @@ def record(
     stops = () if ignore_eos else pair.stop_tokens
     adaptive = draft_length == "auto"
     longest = LONGEST if adaptive else int(draft_length)
-    options = Options(max_new_tokens, longest, temperature, top_p, seed, stops, prefill_chunk, adaptive)
+    options = Options(max_new_tokens, longest, temperature, top_p, seed, stops, prefill_chunk, adaptive, adaptive)
     expected = sum(len(prompt.turns) for prompt in chosen) * max_new_tokens
     with _stoppable() as stop, _progress(expected) as progress:
         summary = run(

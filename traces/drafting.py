@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from .cached import Cached
-from .sampling import distribution, draw
+from .sampling import distribution
 from .schema import Kind
 
 
@@ -37,7 +37,8 @@ class Watcher(Protocol):
 class Round:
     """One round of drafting: up to `wanted` tokens to follow `text`.
 
-    `stopped` is asked before every forward pass; `spend` is told a phase and when it began. A stop token is never
+    `draw` takes a law [V] and a position of the text and gives a token. `stopped` is asked before every forward pass;
+    `spend` is told a phase and when it began. A stop token is never
     proposed, for nothing after it could be kept: drafting ends there, and the law that is drawn from leaves it out.
     """
 
@@ -47,7 +48,7 @@ class Round:
     temperature: float
     top_p: float
     prefill_chunk: int
-    rng: torch.Generator
+    draw: Callable[[torch.Tensor, int], int]
     watcher: Watcher
     stopped: Callable[[], bool]
     spend: Callable[[str, float], None]
@@ -81,7 +82,8 @@ class ModelDraft:
         ids = round.text[cached.length :]
         while len(proposed.tokens) < round.wanted and not round.stopped():
             round.watcher.draft_begins(Kind.DECODE, ids, cached.length)
-            token, sure, law = self._pick(cached.feed(ids, keep=1)[0], round)
+            logits = cached.feed(ids, keep=1)[0]
+            token, sure, law = self._pick(logits, round, len(round.text) + len(proposed.tokens))
             if token in round.stop_tokens:
                 break
             if law is not None:
@@ -116,13 +118,13 @@ class ModelDraft:
             round.spend("draft_prefill", begin)
 
     @staticmethod
-    def _pick(logits: torch.Tensor, round: Round) -> tuple[int, float, torch.Tensor | None]:
-        """A token, the probability it was given, and in sampled mode the law [V] it was drawn from."""
+    def _pick(logits: torch.Tensor, round: Round, position: int) -> tuple[int, float, torch.Tensor | None]:
+        """A token for `position`, the probability it was given, and in sampled mode the law [V] it was drawn from."""
         if round.temperature == 0:
             best, token = logits.max(-1)
             return int(token), float((best - logits.logsumexp(-1)).exp()), None
         law = distribution(logits, round.temperature, round.top_p)
-        token = draw(law, round.rng)
+        token = round.draw(law, position)
         return token, float(law[token]), law
 
 

@@ -1,7 +1,9 @@
 """From logits to tokens: the laws that are sampled from, and what is kept of a draft."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
+import numpy as np
 import torch
 
 
@@ -19,6 +21,28 @@ def distribution(logits: torch.Tensor, temperature: float, top_p: float = 1.0) -
 
 def draw(probs: torch.Tensor, rng: torch.Generator) -> int:
     return int(torch.multinomial(probs, 1, generator=rng))
+
+
+class Race:
+    """Draws that hang on a seed and a position of the text alone: target and draft draw alike without a word.
+
+    A token x of law p wins with p(x)/E(x) the highest, where the E are standard exponential; so it follows p (it is the
+    Gumbel trick). With the same E, target and draft choose the same token with probability at least
+    (1 - d)/(1 + d) where d is the distance of their laws in total variation, against the 1 - d of `judge_sampled`; and
+    what the target chooses does not depend on what was drafted (Daliri, Musco, Suresh 2024, arXiv 2408.07978).
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed % 2**64
+        self._variates = lru_cache(maxsize=16)(self._make)  # a position is asked for by the draft and by the target
+
+    def draw(self, probs: torch.Tensor, position: int) -> int:
+        """The token at `position` of the text, of a law [V]."""
+        return int((probs / self._variates(position, len(probs))).argmax())
+
+    def _make(self, position: int, vocab: int) -> torch.Tensor:
+        random = np.random.Generator(np.random.Philox(key=[self._seed, position]))
+        return torch.from_numpy(random.standard_exponential(vocab))
 
 
 def judge_sampled(p: torch.Tensor, q: torch.Tensor, drafts: Sequence[int], rng: torch.Generator) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from .cached import Cached, open_cached, reads_in_parts
 from .draft_length import LengthChooser
 from .drafting import Draft, ModelDraft, Ngram, Proposal, Round
 from .errors import InputError
-from .sampling import distribution, judge_greedy, judge_sampled
+from .sampling import Race, distribution, draw, judge_greedy, judge_sampled
 from .schema import Kind
 
 
@@ -27,7 +27,8 @@ class Options:
     """How to generate. `temperature` 0 is greedy, `stop_tokens` end a turn, `prefill_chunk` bounds a prompt forward.
 
     With `adaptive`, `draft_length` is the longest, and `LengthChooser` says how many tokens are drafted. It goes by the
-    clock, so two runs draft alike only by chance: greedy text is the same all the same, sampled text is not.
+    clock, so two runs draft alike only by chance. Greedy text is the same all the same; sampled text is with
+    `draft_invariant`, which draws by `Race`: a seed's text is one, whatever is drafted, and fewer drafts are kept.
     """
 
     max_new_tokens: int = 64
@@ -38,6 +39,7 @@ class Options:
     stop_tokens: tuple[int, ...] = ()
     prefill_chunk: int = 512
     adaptive: bool = False
+    draft_invariant: bool = False
 
 
 class Observer:
@@ -147,6 +149,7 @@ class Speculation:
     def _set(self, options: Options, observer: Observer) -> None:
         self.options, self.observer = options, observer
         self._rng = torch.Generator().manual_seed(options.seed)
+        self._race = Race(options.seed) if options.draft_invariant else None
         if not options.adaptive:
             self.chooser = None
         elif self.chooser is None or self.chooser.longest != options.draft_length:
@@ -249,22 +252,17 @@ class Speculation:
         return self.draft.propose(
             Round(
                 self.text, wanted, options.stop_tokens, options.temperature, options.top_p, options.prefill_chunk,
-                self._rng, self.observer, lambda: self._interrupted(result), result.spend,
+                self._draw, self.observer, lambda: self._interrupted(result), result.spend,
             )
         )  # fmt: skip
 
     def _step(self, result: Generation, proposed: Proposal) -> None:
         """One decode or verify step of the target, and the rollback of what it refused."""
-        drafts, q = proposed.tokens, proposed.laws
+        drafts = proposed.tokens
         ids = [self.text[-1], *drafts]
         self._announce(Kind.VERIFY if drafts else Kind.DECODE, ids, len(drafts))
         begin = perf_counter()
-        logits = self.target.feed(ids, keep=len(ids))
-        if self.options.temperature == 0:
-            accepted, own = judge_greedy(logits.argmax(-1).tolist(), drafts)
-        else:
-            p = distribution(logits, self.options.temperature, self.options.top_p)
-            accepted, own = judge_sampled(p, torch.stack(q) if q else p[:0], drafts, self._rng)
+        accepted, own = self._judge(self.target.feed(ids, keep=len(ids)), proposed)
         emitted = [*drafts[:accepted], own]
         self.text += emitted
         if self.draft is not None:
@@ -278,6 +276,19 @@ class Speculation:
         result.verifies += bool(drafts)
         result.decodes += not drafts
         self.observer.step_ends(accepted, emitted)
+
+    def _judge(self, logits: torch.Tensor, proposed: Proposal) -> tuple[int, int]:
+        """How many drafts the target keeps by its `logits` [n + 1, V], and the token that follows them."""
+        drafts, q = proposed.tokens, proposed.laws
+        if self.options.temperature == 0:
+            return judge_greedy(logits.argmax(-1).tolist(), drafts)
+        p = distribution(logits, self.options.temperature, self.options.top_p)
+        if self._race is not None:
+            return judge_greedy([self._race.draw(row, len(self.text) + i) for i, row in enumerate(p)], drafts)
+        return judge_sampled(p, torch.stack(q) if q else p[:0], drafts, self._rng)
+
+    def _draw(self, probs: torch.Tensor, position: int) -> int:
+        return draw(probs, self._rng) if self._race is None else self._race.draw(probs, position)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -21,9 +21,11 @@ from moe_spac.traces.speculate import Observer, Options, Speculation
 
 
 def proposed(draft, text, wanted, stops=(), temperature=0.0):
-    rng = torch.Generator()
+    def never(law, position):
+        raise AssertionError("an n-gram has nothing to draw")
+
     return draft.propose(
-        Round(text, wanted, stops, temperature, 1.0, 512, rng, Observer(), lambda: False, lambda phase, begin: None)
+        Round(text, wanted, stops, temperature, 1.0, 512, never, Observer(), lambda: False, lambda phase, begin: None)
     )
 
 

@@ -1,15 +1,17 @@
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from tiny import tiny_config
 
 from moe_spac.traces.cached import CachedModel
+from moe_spac.traces.drafting import Ngram
 from moe_spac.traces.errors import InputError
 from moe_spac.traces.models import load_pair
-from moe_spac.traces.sampling import distribution, judge_greedy, judge_sampled
+from moe_spac.traces.sampling import Race, distribution, judge_greedy, judge_sampled
 from moe_spac.traces.schema import Kind
 from moe_spac.traces.speculate import Observer, Options, Speculation
 
@@ -272,16 +274,18 @@ def law(logits, temperature, top_p):
     return [p / sum(kept) for p in kept]
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.85)])
-def test_whole_sampled_texts_follow_the_target(temperature, top_p):
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "invariant"), [(1.0, 1.0, False), (0.7, 0.85, False), (1.0, 1.0, True), (0.7, 0.85, True)]
+)
+def test_whole_sampled_texts_follow_the_target(temperature, top_p, invariant):
     """O04 through the loop: all 27 texts of three tokens, drafted two at a time by another, against exact odds."""
     rows = [[0.2, 1.0, -0.5], [1.2, 0.0, 0.4], [-1.0, 0.3, 0.9]]
     target, draft = Chain(rows), Chain([[1.0, 0.0, 0.5], [0.0, 0.8, 0.6], [0.9, 0.2, -0.3]])
-    options = Options(3, 2, temperature, top_p, seed=11)
+    options = Options(3, 2, temperature, top_p, seed=11, draft_invariant=invariant)
     speculation = Speculation(target, draft, options)
     n, seen, accepted = 600, Counter(), 0
-    for _ in range(n):
-        speculation.continue_from([0])
+    for i in range(n):
+        speculation.continue_from([0], replace(options, seed=i) if invariant else None)
         result = speculation.generate(())
         accepted += result.accepted
         seen[tuple(result.tokens)] += 1
@@ -298,6 +302,34 @@ def test_whole_sampled_texts_follow_the_target(temperature, top_p):
     assert (
         chi2 < degrees + 3.1 * math.sqrt(2 * degrees) + 5
     )  # about the 0.999 quantile of chi-square for 7 to 26 degrees
+
+
+def test_draws_of_a_race_follow_their_law_and_meet_those_of_another():
+    """O04's two laws. Both choose x with probability 1 / sum over y of max(p(y)/p(x), q(y)/q(x)): the first of the
+    exponentials of rates p and q is x's in both if no other is in either."""
+    p, q = torch.tensor([0.5, 0.3, 0.15, 0.05]).double(), torch.tensor([0.1, 0.2, 0.3, 0.4]).double()
+    race, n = Race(7), 20_000
+    pairs = [(race.draw(p, i), race.draw(q, i)) for i in range(n)]
+    for law, drawn in zip((p, q), zip(*pairs, strict=True), strict=True):
+        counts = torch.bincount(torch.tensor(drawn), minlength=4)
+        assert float(((counts - n * law) ** 2 / (n * law)).sum()) < 16.27  # 3 degrees of freedom, 0.001
+    meet = 1 / 10 + 1 / (37 / 6) + 1 / (23 / 3) + 1 / 20  # by hand, of the formula above
+    assert sum(a == b for a, b in pairs) / n == pytest.approx(meet, abs=0.015)
+    assert race.draw(p, 5) == Race(7).draw(p, 5)
+
+
+def test_a_seeds_text_does_not_depend_on_the_draft(pair, prompt):
+    def text(draft, length, seed=3):
+        options = Options(40, length, temperature=1.0, top_p=0.9, seed=seed, draft_invariant=True)
+        result = Speculation(pair.target, draft, options).generate(prompt)
+        return result.tokens, result.accepted
+
+    plain, _ = text(None, 0)
+    itself, accepted = text(pair.target, 4)
+    assert itself == plain
+    assert accepted == 32  # as its own draft it keeps all: 8 steps of 5 tokens
+    assert all(text(draft, length)[0] == plain for draft in (pair.draft, Ngram()) for length in (1, 4, 7))
+    assert text(None, 0, seed=4)[0] != plain
 
 
 def test_distribution_by_hand():
