@@ -7,31 +7,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..traces.console import check_folder, parse_size, say, show_json, show_size, show_table
+from ..traces.console import check_folder, say, show_json, show_size, show_table
 from ..traces.errors import InputError
 from .cli_options import (
     AllowLossy,
     AsJson,
-    CacheFraction,
-    Device,
-    Draft,
     DraftLength,
-    Dtype,
-    MachineName,
-    Slots,
-    StoreFolder,
-    StoreFormat,
-    StoreMemory,
-    Target,
-    Tokenizer,
-    Vram,
-    default_device,
+    PairOptions,
+    SizeOptions,
     draft_length_of,
     live_policy,
     machine_of,
     policy_of,
     prompts_of,
     slots_for,
+    spread,
 )
 
 if TYPE_CHECKING:
@@ -40,6 +30,7 @@ if TYPE_CHECKING:
 FORMS = ("table", "md", "json")
 
 
+@spread
 def bench(
     policy: Annotated[list[str] | None, typer.Option(help="Give it again for more. Default: ar-lru.")] = None,
     prompt_sizes: Annotated[
@@ -51,23 +42,14 @@ def bench(
     prompts: Annotated[str | None, typer.Option(help="A .txt or .jsonl file, or a bundled set's name.")] = None,
     prompt_limit: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
     record: Annotated[Path | None, typer.Option(metavar="T", help="Keep the routing trace (with one policy).")] = None,
-    target: Target = None,
-    draft: Draft = None,
-    machine: MachineName = None,
-    slots: Slots = None,
-    cache_fraction: CacheFraction = None,
-    vram: Vram = None,
     draft_length: DraftLength = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of sampling and of the policy.")] = 0,
     allow_lossy: AllowLossy = False,
-    store: StoreFormat = "auto",
-    store_memory: StoreMemory = "auto",
-    store_folder: StoreFolder = None,
-    tokenizer: Tokenizer = None,
-    dtype: Dtype = "float32",
-    device: Device = None,
     json: AsJson = False,
+    *,
+    pair: PairOptions,
+    size: SizeOptions,
 ) -> None:
     """Measure prompt processing (pp) and generation (tg) as llama-bench does, and what the time of a token went to.
 
@@ -77,29 +59,26 @@ def bench(
     names = policy or ["ar-lru"]
     sizes = sizes_of(prompt_sizes)
     _check(names, form, record, allow_lossy)
+    size.check()
     given = prompts_of(None, prompts, prompt_limit)
 
     from ..traces.speculate import Options
     from .bench import bench as measure
     from .bench import plan_of, rows
-    from .models import load_models
     from .session import Settings
-    from .stores import Choice
 
     length, adaptive = draft_length_of(draft_length, {})
-    choice = Choice(store, store_memory, store_folder)
-    models = load_models(target, draft if length else "none", dtype, device or default_device(), choice, tokenizer)
+    models = pair.load(length > 0)
     plan = plan_of(models, given, sizes, new_tokens, repetitions)
-    profile = machine_of(machine, "real", models)
-    budget = parse_size(vram, "--vram") if vram else None
+    profile = machine_of(size.machine, "real", models)
     longest = max([*sizes, *(len(ids) + new_tokens for ids in plan.prompts)])
-    options = Options(new_tokens, length, temperature, seed=seed, adaptive=adaptive)
+    options = Options(new_tokens, length, temperature, seed=seed, adaptive=adaptive, draft_invariant=adaptive)
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="spac-") as folder:
         for name in names:
             one, chosen = policy_of(name)
-            total = slots_for(slots, cache_fraction, budget, chosen, models, profile, one, longest)
-            settings = Settings(profile, total, "real", options, seed, budget)
+            total = slots_for(size, chosen, models, profile, one, longest)
+            settings = Settings(profile, total, "real", options, seed, size.budget)
             trace = record or Path(folder) / "run.spac"
             timed = measure(models, one, lambda name=name: policy_of(name)[0], settings, plan, trace, _progress(name))
             per_layer = total / len(models.pair.shape.moe_layers)

@@ -13,21 +13,11 @@ from ..traces.errors import InputError
 from .cli_options import (
     AllowLossy,
     AsJson,
-    CacheFraction,
-    Device,
-    Draft,
     DraftLength,
-    Dtype,
-    MachineName,
+    LogOptions,
+    PairOptions,
     PolicyName,
-    Slots,
-    StoreFolder,
-    StoreFormat,
-    StoreMemory,
-    Target,
-    Tokenizer,
-    Vram,
-    default_device,
+    SizeOptions,
     draft_length_of,
     live_policy,
     machine_of,
@@ -35,6 +25,7 @@ from .cli_options import (
     prompts_of,
     slots_of,
     source_of,
+    spread,
 )
 
 if TYPE_CHECKING:
@@ -42,29 +33,25 @@ if TYPE_CHECKING:
     from .models import Models
 
 
+@spread
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="What to continue. Default: three bundled prompts.")] = None,
     prompts: Annotated[str | None, typer.Option(help="A .txt or .jsonl file, or a bundled set's name.")] = None,
     prompt_limit: Annotated[int | None, typer.Option(help="Only the first N prompts.")] = None,
     policy: PolicyName = "ar-lru",
-    target: Target = None,
-    draft: Draft = None,
-    machine: MachineName = None,
-    slots: Slots = None,
-    cache_fraction: CacheFraction = None,
-    vram: Vram = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     draft_length: DraftLength = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of sampling and of the policy.")] = 0,
+    draft_invariant: Annotated[
+        bool,
+        typer.Option("--draft-invariant", help="A seed's text is the same whatever is drafted; fewer drafts are kept."),
+    ] = False,
     clock: Annotated[str, typer.Option(help="real, or virtual: the simulator's time.")] = "real",
     record: Annotated[Path | None, typer.Option(metavar="T", help="Write a routing trace of the run.")] = None,
     timeline: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write what every lane did, simulated and measured, for ui.perfetto.dev."),
-    ] = None,
-    events: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Log all that the policy is told and asked, with its answers.")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit 1 where the cache or the draft did nothing.")] = False,
     check: Annotated[
@@ -72,13 +59,11 @@ def generate(
     ] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end token.")] = False,
     allow_lossy: AllowLossy = False,
-    store: StoreFormat = "auto",
-    store_memory: StoreMemory = "auto",
-    store_folder: StoreFolder = None,
-    tokenizer: Tokenizer = None,
-    dtype: Dtype = "float32",
-    device: Device = None,
     json: AsJson = False,
+    *,
+    pair: PairOptions,
+    size: SizeOptions,
+    log: LogOptions,
 ) -> int:
     """Generate text with the target's experts in slots, moved as the policy says, and print what it took."""
     chosen_policy, chosen = live_policy(policy, allow_lossy)
@@ -86,8 +71,10 @@ def generate(
         raise InputError(f"--clock {clock}: unknown; choose real or virtual")
     if check and temperature > 0:
         raise InputError("--check: only greedy output can be compared; leave out --temperature")
-    for flag, file in (("--record", record), ("--events", events), ("--timeline", timeline)):
-        check_folder(flag, file)
+    check_folder("--record", record)
+    check_folder("--timeline", timeline)
+    log.check()
+    size.check()
     if timeline is not None and clock != "real":
         raise InputError("--timeline: needs the real clock; for simulated time alone use spac-sim run --timeline")
     given = prompts_of(prompt, prompts, prompt_limit)
@@ -96,27 +83,25 @@ def generate(
     length, adaptive = draft_length_of(draft_length, chosen)
     if adaptive and clock != "real":
         raise InputError("--draft-length auto: goes by the real clock; give a number with --clock virtual")
-    if length == 0:  # asked for, or the policy was chosen for decoding without a draft
-        draft = "none"
 
     from ..traces.speculate import Options
-    from .models import load_models
     from .session import Settings, run
-    from .stores import Choice
 
-    kept = Choice(store, store_memory, store_folder)
-    models = load_models(target, draft, dtype, device or default_device(), kept, tokenizer)
-    profile = machine_of(machine, clock, models)
+    models = pair.load(length > 0)  # 0: asked for, or the policy was chosen for decoding without a draft
+    profile = machine_of(size.machine, clock, models)
     stops = () if ignore_eos else models.pair.stop_tokens
-    options = Options(max_new_tokens, length, temperature, seed=seed, stop_tokens=stops, adaptive=adaptive)
-    budget = parse_size(vram, "--vram") if vram else None
-    total = slots_of(slots, cache_fraction, budget, chosen, models, profile, chosen_policy, max_new_tokens, given)
+    options = Options(
+        max_new_tokens, length, temperature, seed=seed, stop_tokens=stops, adaptive=adaptive,
+        draft_invariant=draft_invariant or adaptive,
+    )  # fmt: skip
+    total = slots_of(size, chosen, models, profile, chosen_policy, max_new_tokens, given)
     with ExitStack() as stack:
         trace = record
         if trace is None and clock == "real":
             trace = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spac-"))) / "run.spac"
         settings = Settings(
-            profile, total, clock, options, seed, budget, trace, events, timeline is not None  # type: ignore[arg-type]
+            profile, total, clock, options, seed, size.budget, trace, log.events, timeline is not None,  # type: ignore[arg-type]
+            parse_size(log.events_limit, "--events-limit"),
         )  # fmt: skip
         result = run(models, chosen_policy, given, settings, source_of(prompt, prompts))
         if timeline is not None:

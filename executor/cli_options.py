@@ -1,17 +1,23 @@
 """What the commands of `spac-exec` share: options, and what they name."""
 
+import inspect
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..traces.console import check_folder, parse_size
 from ..traces.errors import InputError
 
 if TYPE_CHECKING:
     from ..policies.interface import Policy
     from ..simulator.machine import Machine
     from ..traces.prompts import Prompt
+    from .loading import Watch
     from .models import Models
 
 DEFAULT_FRACTION = 0.25  # of the experts in slots, where nothing else is said
@@ -49,6 +55,86 @@ StoreFolder = Annotated[
 ]
 Tokenizer = Annotated[str | None, typer.Option(help="A folder or name to take it from. Default: the target's.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """Which pair is loaded, in which form, and where to."""
+
+    target: Target = None
+    draft: Draft = None
+    store: StoreFormat = "auto"
+    store_memory: StoreMemory = "auto"
+    store_folder: StoreFolder = None
+    tokenizer: Tokenizer = None
+    dtype: Dtype = "float32"
+    device: Device = None
+
+    def load(self, drafts: bool = True, context: int | None = None, watch: "Watch | None" = None) -> "Models":
+        """As `load_models`; without `drafts` no draft is loaded, whatever was given."""
+        from .models import load_models
+        from .stores import Choice
+
+        kept = Choice(self.store, self.store_memory, self.store_folder)
+        draft, device = self.draft if drafts else "none", self.device or default_device()
+        return load_models(self.target, draft, self.dtype, device, kept, self.tokenizer, watch, context)
+
+
+@dataclass(frozen=True)
+class SizeOptions:
+    """The machine, and how many experts it has slots for."""
+
+    machine: MachineName = None
+    slots: Slots = None
+    cache_fraction: CacheFraction = None
+    vram: Vram = None
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes of `vram`."""
+        return parse_size(self.vram, "--vram") if self.vram else None
+
+    def check(self) -> str | None:
+        """The flag that says how many slots, if there is one; InputError where there are two, or no size."""
+        flags = {"--slots": self.slots, "--cache-fraction": self.cache_fraction, "--vram": self.budget}
+        given = [flag for flag, value in flags.items() if value is not None]
+        if len(given) > 1:
+            raise InputError(f"{' and '.join(given)}: give one of them")
+        return given[0] if given else None
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """What the policy decides, for a file."""
+
+    events: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Log all that the policy is told and asked, with its answers.")
+    ] = None
+    events_limit: Annotated[str, typer.Option(metavar="SIZE", help="Where the log ends.")] = "1GiB"
+
+    def check(self) -> None:
+        check_folder("--events", self.events)
+        parse_size(self.events_limit, "--events-limit")
+
+
+def spread(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A command for typer in which a parameter that is one of the groups above stands for the options in it."""
+    signature = inspect.signature(command, eval_str=True)
+    groups = {p.name: p.annotation for p in signature.parameters.values() if is_dataclass(p.annotation)}
+    parameters: list[inspect.Parameter] = []
+    for one in signature.parameters.values():
+        options = inspect.signature(groups[one.name], eval_str=True).parameters if one.name in groups else {"": one}
+        parameters += [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options.values()]
+
+    @wraps(command)
+    def spread_out(**given: Any) -> Any:
+        for name, group in groups.items():
+            given[name] = group(**{f.name: given.pop(f.name) for f in fields(group)})
+        return command(**given)
+
+    spread_out.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    spread_out.__annotations__ = {one.name: one.annotation for one in parameters}
+    return spread_out
 
 
 def policy_of(spec: str) -> "tuple[Policy, dict[str, Any]]":
@@ -138,9 +224,7 @@ def machine_of(name: str | None, clock: str, models: "Models") -> "Machine":
 
 
 def slots_of(
-    slots: int | None,
-    fraction: float | None,
-    vram: int | None,
+    size: SizeOptions,
     chosen: dict[str, Any],
     models: "Models",
     machine: "Machine",
@@ -153,13 +237,11 @@ def slots_of(
 
     tokenizer = models.pair.tokenizer
     context = max(sum(map(len, encode(tokenizer, p))) + len(p.turns) * new_tokens for p in prompts)
-    return slots_for(slots, fraction, vram, chosen, models, machine, policy, context)
+    return slots_for(size, chosen, models, machine, policy, context)
 
 
 def slots_for(
-    slots: int | None,
-    fraction: float | None,
-    vram: int | None,
+    size: SizeOptions,
     chosen: dict[str, Any],
     models: "Models",
     machine: "Machine",
@@ -171,19 +253,17 @@ def slots_for(
 
     shape = models.pair.shape
     layers = len(shape.moe_layers)
-    flags = {"--slots": slots, "--cache-fraction": fraction, "--vram": vram}
-    given = [flag for flag, value in flags.items() if value is not None]
-    if len(given) > 1:
-        raise InputError(f"{' and '.join(given)}: give one of them")
+    slots, fraction, budget = size.slots, size.cache_fraction, size.budget
+    given = size.check() or "--slots"
     if slots is not None:
         total = slots * layers
     elif fraction is not None:
         total = max(round(fraction * layers * shape.experts), fraction > 0)
-    elif vram is not None:
-        total = fit_in(vram, machine, shape, models.pair.draft_shape, context, policy.scope == "global").slots
+    elif budget is not None:
+        total = fit_in(budget, machine, shape, models.pair.draft_shape, context, policy.scope == "global").slots
     elif isinstance(chosen.get("slots_per_layer"), int | float):
-        given, total = ["the policy file's slots_per_layer"], round(chosen["slots_per_layer"] * layers)
+        given, total = "the policy file's slots_per_layer", round(chosen["slots_per_layer"] * layers)
     else:
         total = max(round(DEFAULT_FRACTION * shape.experts), shape.top_k) * layers
-    check_size(given[0] if given else "--slots", total, shape)
+    check_size(given, total, shape)
     return total

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,20 +14,12 @@ from ..traces.errors import InputError
 from .cli_options import (
     AllowLossy,
     AsJson,
-    CacheFraction,
-    Device,
-    Draft,
     DraftLength,
-    Dtype,
-    MachineName,
+    LogOptions,
+    PairOptions,
     PolicyName,
-    Slots,
-    StoreFolder,
-    StoreFormat,
-    StoreMemory,
-    Target,
-    Tokenizer,
-    Vram,
+    SizeOptions,
+    spread,
 )
 
 if TYPE_CHECKING:
@@ -39,6 +30,7 @@ if TYPE_CHECKING:
 CLOSE_SECONDS = 1.0  # that a step which is under way has to end in
 
 
+@spread
 def serve(
     policy: PolicyName = "ar-lru",
     host: Annotated[
@@ -63,26 +55,15 @@ def serve(
     policy_in_requests: Annotated[
         bool, typer.Option("--policy-in-requests", help='Let a request name a policy: {"policy": "ar-lru"}.')
     ] = False,
-    target: Target = None,
-    draft: Draft = None,
-    machine: MachineName = None,
-    slots: Slots = None,
-    cache_fraction: CacheFraction = None,
-    vram: Vram = None,
     draft_length: DraftLength = None,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="Where a request gives none. 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the policy.")] = 0,
     allow_lossy: AllowLossy = False,
-    events: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Log all that the policy is told and asked.")
-    ] = None,
-    store: StoreFormat = "auto",
-    store_memory: StoreMemory = "auto",
-    store_folder: StoreFolder = None,
-    tokenizer: Tokenizer = None,
-    dtype: Dtype = "float32",
-    device: Device = None,
     json: AsJson = False,
+    *,
+    pair: PairOptions,
+    size: SizeOptions,
+    log: LogOptions,
 ) -> None:
     """Serve an OpenAI-compatible API: /v1/chat/completions, /v1/completions, /v1/models; /health and /metrics.
 
@@ -98,8 +79,7 @@ def serve(
 
     check_address(host, api_key, open_to_all)
     opening = Opening(
-        policy, target, draft, machine, slots, cache_fraction, vram, context, draft_length, max_new_tokens,
-        temperature, seed, store, store_memory, store_folder, tokenizer, dtype, device, allow_lossy, events,
+        policy, pair, size, log, context, draft_length, max_new_tokens, temperature, seed, allow_lossy
     )  # fmt: skip
     opening.check()
     rules = Rules(

@@ -31,7 +31,7 @@ from .checkpoint import fill_dense, open_checkpoint
 from .device import naming
 from .ggufs import SUFFIX, find_gguf
 from .loading import Watch, watching
-from .memory import check_memory, free_vram, prefill_reserve
+from .memory import CONTEXT, check_memory, free_vram, prefill_reserve
 from .store import HostStore
 from .stores import Choice, build_store, check_choice
 
@@ -62,11 +62,13 @@ def load_models(
     store: Choice = Choice(),
     tokenizer: str | Path | None = None,
     watch: Watch | None = None,
+    context: int | None = None,
 ) -> Models:
     """Load a pair by our own loader; `target`, `draft` and `dtype` as `load_pair` has them.
 
     `tokenizer`: a folder or name to take it from instead of the target's. `watch` is told how many bytes of the
-    checkpoints have been read, and of how many; None shows progress on a terminal.
+    checkpoints have been read, and of how many; None shows progress on a terminal. `context`: tokens whose keys and
+    values memory must be left for.
 
     Raises InputError: no model, no experts, parts that do not fit together, or too little memory for them. All but
     damaged weights is found out before a weight is read.
@@ -84,7 +86,7 @@ def load_models(
             draft_shape = measure_draft(small.config, small.name, draft_dtype)
             opened = open_checkpoint(small, getattr(torch, draft_dtype), apart=False)
         found = open_checkpoint(big, getattr(torch, shape.dtype), apart=True)
-    beside = _beside(shape, draft_shape, device)
+    beside = _beside(shape, draft_shape, device, context or CONTEXT)
     with watching(watch, [found.files, *([opened.files] if opened else [])]):
         with naming("host memory", torch.device("cpu")):
             experts = build_store(found, shape, store, device, beside)
@@ -98,10 +100,10 @@ def load_models(
     return Models(pair, experts, moe_blocks(model), big.place)
 
 
-def _beside(shape: ModelShape, draft: DraftShape | None, device: str) -> dict[str, int]:
+def _beside(shape: ModelShape, draft: DraftShape | None, device: str, context: int) -> dict[str, int]:
     """Bytes of host memory that are needed beside experts, by name; InputError if a GPU cannot hold what it must."""
     needs = {"dense weights": shape.dense_bytes, "draft": draft.dense_bytes if draft else 0}
-    needs |= prefill_reserve(shape, draft)
+    needs |= prefill_reserve(shape, draft, context)
     if device == "cpu":
         return needs
     advice = "use a smaller draft or --draft none, --dtype bfloat16, or --device cpu"

@@ -2,50 +2,45 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..policies.interface import Policy
 from ..traces.console import parse_size
 from ..traces.speculate import Options
-from .cli_options import default_device, draft_length_of, live_policy, machine_of, policy_of, slots_for
-from .models import load_models
+from .cli_options import (
+    LogOptions,
+    PairOptions,
+    SizeOptions,
+    draft_length_of,
+    live_policy,
+    machine_of,
+    policy_of,
+    slots_for,
+)
+from .memory import CONTEXT
 from .session import Session, Settings
-from .stores import Choice
-
-DEFAULT_CONTEXT = 4096  # tokens whose keys and values `--vram` leaves room for
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The options of the command line that make a session."""
+    """The options of the command line that make a session. Memory is left for `context` tokens' keys and values."""
 
     policy: str
-    target: str | None
-    draft: str | None
-    machine: str | None
-    slots: int | None
-    cache_fraction: float | None
-    vram: str | None
+    pair: PairOptions
+    size: SizeOptions
+    log: LogOptions
     context: int | None
     draft_length: str | None
     max_new_tokens: int
     temperature: float
     seed: int
-    store: str
-    store_memory: str
-    store_folder: Path | None
-    tokenizer: str | None
-    dtype: str
-    device: str | None
     allow_lossy: bool
-    events: Path | None
 
     def check(self) -> None:
         """Raise InputError for what can be told before a model is loaded."""
         self.checked_policy(self.policy)
         draft_length_of(self.draft_length, {})
-        if self.vram:
-            parse_size(self.vram, "--vram")
+        self.log.check()
+        self.size.check()
 
     def checked_policy(self, spec: str) -> Policy:
         """The policy that `spec` names. Raises InputError for one that cannot or may not run."""
@@ -57,24 +52,18 @@ class Opening:
         policy, chosen = policy_of(self.policy)
         length, adaptive = draft_length_of(self.draft_length, chosen)
         said("finding the models", 0, 0)
-        models = load_models(
-            self.target,
-            self.draft if length else "none",
-            self.dtype,
-            self.device or default_device(),
-            Choice(self.store, self.store_memory, self.store_folder),
-            self.tokenizer,
-            None if tell is None else lambda done, total: said("reading weights", done, total),
-        )
-        said("measuring this machine" if self.machine is None else "reading the machine's profile", 0, 0)
-        machine = machine_of(self.machine, "real", models)
-        budget = parse_size(self.vram, "--vram") if self.vram else None
-        sizes = self.slots, self.cache_fraction, budget
-        slots = slots_for(*sizes, chosen, models, machine, policy, self.context or DEFAULT_CONTEXT)
-        stops = models.pair.stop_tokens
+        watch = None if tell is None else lambda done, total: said("reading weights", done, total)
+        models = self.pair.load(length > 0, self.context, watch)
+        said("measuring this machine" if self.size.machine is None else "reading the machine's profile", 0, 0)
+        machine = machine_of(self.size.machine, "real", models)
+        slots = slots_for(self.size, chosen, models, machine, policy, self.context or CONTEXT)
         options = Options(
-            self.max_new_tokens, length, self.temperature, seed=self.seed, stop_tokens=stops, adaptive=adaptive
-        )
+            self.max_new_tokens, length, self.temperature, seed=self.seed, stop_tokens=models.pair.stop_tokens,
+            adaptive=adaptive, draft_invariant=adaptive,
+        )  # fmt: skip
         said("filling slots", 0, 0)
-        settings = Settings(machine, slots, "real", options, self.seed, budget, events=self.events)
+        most = parse_size(self.log.events_limit, "--events-limit")
+        settings = Settings(
+            machine, slots, "real", options, self.seed, self.size.budget, events=self.log.events, most_events=most
+        )
         return Session(models, policy, settings)

@@ -47,8 +47,8 @@ LOOKAHEAD = 3  # layers whose gates are asked ahead for a policy that wants it (
 class Settings:
     """How to run. `slots` is the total over all layers; `budget` bounds the arena in bytes.
 
-    `record` takes the routing trace, `events` what the policy was told and asked (see `policies.events`). With
-    `timeline` a run on the real clock keeps spans of what every lane did.
+    `record` takes the routing trace, `events` what the policy was told and asked (see `policies.events`), the first
+    `most_events` bytes of it. With `timeline` a run on the real clock keeps spans of what every lane did.
     """
 
     machine: Machine
@@ -60,6 +60,7 @@ class Settings:
     record: Path | None = None
     events: Path | None = None
     timeline: bool = False
+    most_events: int | None = None
 
 
 def lookahead_of(policy: Policy) -> int:
@@ -94,7 +95,7 @@ class Session:
         self._log: EventLog | None = None
         try:
             if settings.events is not None:
-                self._log = self._files.enter_context(EventLog(settings.events))
+                self._log = self._files.enter_context(EventLog(settings.events, settings.most_events))
             self.use(policy)
         except BaseException:
             self.close()

@@ -2,7 +2,8 @@
 
 The first line names the policy. A line of a told event has "tell" and its arguments, one of a question has "ask", its
 arguments, "saw" (what the policy was shown of the cache before it answered, in order) and "answer". So a fresh object
-of the policy can be taken through the log without a host, and must give the same answers.
+of the policy can be taken through the log without a host, and must give the same answers. A log that had reached its
+limit ends with a line that has "full".
 """
 
 import json
@@ -14,6 +15,7 @@ from typing import Any, Self, TextIO
 
 import numpy as np
 
+from ..traces.console import warn
 from ..traces.errors import InputError
 from ..traces.schema import Kind
 from .interface import (
@@ -37,10 +39,13 @@ QUESTIONS = ("next_fetch", "victim", "surrender", "keep_fetch", "draft_length")
 
 
 class EventLog:
-    """A file that takes the lines. Raises InputError if it cannot be written."""
+    """A file that takes the lines, up to `most` bytes: the first ones, for a replay has to begin at the beginning.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Raises InputError if it cannot be written.
+    """
+
+    def __init__(self, path: Path, most: int | None = None) -> None:
+        self.path, self._left, self._full = path, most, False
         try:
             self._file: TextIO = path.open("w", encoding="utf-8")
         except OSError as error:
@@ -55,7 +60,15 @@ class EventLog:
         self._file.close()
 
     def __call__(self, line: Line) -> None:
-        self._file.write(in_words(line) + "\n")
+        if self._full:
+            return
+        text = in_words(line) + "\n"
+        if self._left is not None:
+            self._left -= len(text)  # all of it is ASCII
+            if self._left < 0:
+                self._full, text = True, '{"full":true}\n'
+                warn(f"--events {self.path}: it has reached its limit; what follows is not logged")
+        self._file.write(text)
 
 
 def in_words(value: Any) -> str:
@@ -339,6 +352,8 @@ def _play(policy: Policy, line: Line, known: dict[int, set[Key]]) -> bool:
         if in_words(line) != in_words(_about(policy)):
             raise DecisionError(f"the log is of {in_words(line)}, this is {in_words(_about(policy))}")
         known.clear()
+    elif "full" in line:
+        return False
     elif "tell" in line:
         args = _READ[line["tell"]](*line["args"])
         getattr(policy, line["tell"])(*args)

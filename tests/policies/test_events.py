@@ -76,6 +76,17 @@ def test_another_policy_is_noticed(recorded):
         replay_events(load_policy("lfru:scope=global"), path)
 
 
+def test_a_log_that_is_full_says_so_and_replays_as_far_as_it_goes(tmp_path, capsys):
+    path = tmp_path / "events.jsonl"
+    with EventLog(path, 4000) as log:
+        play(Recording(load_policy("ar-lru"), log))
+    text = path.read_text()
+    assert 3000 < len(text) <= 4000 + len('{"full":true}\n')
+    assert text.endswith('\n{"full":true}\n')
+    assert "reached its limit" in capsys.readouterr().err
+    assert replay_events(load_policy("ar-lru"), path) == text.count('{"ask"') > 0
+
+
 @pytest.mark.parametrize(
     "text", ["[", '{"tell":"nothing","args":[]}', '{"ask":"dispatch"}', '{"tell":"setup","args":[1]}']
 )
