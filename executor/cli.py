@@ -31,3 +31,7 @@ def main() -> None:
         run_app(app)
     finally:
         gc.freeze()  # or the interpreter's last collection walks for a second through all that torch has made
+
+
+if __name__ == "__main__":
+    main()

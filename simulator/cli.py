@@ -40,3 +40,7 @@ app.command("metrics")(metrics)
 
 def main() -> None:
     run_app(app)
+
+
+if __name__ == "__main__":
+    main()

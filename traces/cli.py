@@ -124,3 +124,7 @@ def diff(
 
 def main() -> None:
     run_app(app)
+
+
+if __name__ == "__main__":
+    main()
