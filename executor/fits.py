@@ -194,7 +194,7 @@ def contention(
     for first in np.linspace(0, base, 33):
         beside = np.minimum(fast, first + slow)
         lost = wall - np.maximum(fast, first + slow) - (base - first)
-        share = max(0.0, float(lost @ beside / (beside @ beside)))
+        share = max(0.0, float(lost @ beside)) / max(1.0, float(beside @ beside))  # none where nothing overlapped
         error = float(((lost - share * beside) ** 2).sum())
         if error < best:
             best, answer = error, (float(first), float(base - first), share)
