@@ -104,13 +104,13 @@ def test_contention_without_a_layer_on_both_tiers_is_none():
         return 0.0
 
     assert contention([], 5.0, (0.0, price), price) == (5.0, 0.0, 0.0)
+    assert arrival([], 1, (0.0, price)) == 0.0
 
 
 def test_a_cpu_tier_without_a_price_contends_for_nothing():
     """On a disturbed machine the fit may find that its experts cost nothing."""
     both = (0.0, LayerTimes(10, 100, work=[(1, 50)], cpu_work=[(1, 40)]))
     assert contention([both], 0.0, (0.0, lambda n: 50.0), lambda n: 0.0) == (0.0, 0.0, 0.0)
-    assert arrival([], 1, (0.0, price)) == 0.0
 
 
 def test_copies_are_fitted_by_relative_error():
