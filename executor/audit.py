@@ -1,11 +1,60 @@
-"""What a loaded pair takes, counted on the tensors themselves, against what it should take."""
+"""What a checkpoint's files hold and what a loaded pair takes, counted on the tensors, against what it should be."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
 
 from ..traces.console import show_size
 from ..traces.errors import InputError
-from .models import Models
+from ..traces.models import dtype_of
+from .checkpoint import open_checkpoint
+from .ggufs import SUFFIX
+from .models import Models, find_source
+
+
+def on_disk(target: str) -> str | None:
+    """The folder or file of a checkpoint whose weights are on this disk, the hub's cache included; else None."""
+    path = Path(target).expanduser()
+    if path.suffix == SUFFIX:
+        return str(path) if path.is_file() else None
+    if not path.is_dir():
+        try:
+            path = Path(snapshot_download(target, local_files_only=True))
+        except (OSError, ValueError):
+            return None
+    return str(path) if any(path.glob("*.safetensors")) else None
+
+
+def audit_files(target: str) -> dict[str, Any]:
+    """Bytes of a checkpoint's experts and of all else in its files, against what its configuration makes of them.
+
+    Only the files' headers are read. The configuration says how many numbers there are, and in how many bits each;
+    quantised files have factors beside them, and a GGUF file says so itself, tensor by tensor. Raises InputError as
+    loading does, for whatever does not fit together.
+    """
+    source = find_source("--target", target, "target")
+    dtype = getattr(torch, dtype_of(source.config, "auto"))
+    found = open_checkpoint(source, dtype, apart=True)
+    files, bits = found.files, found.files.bits or 8 * dtype.itemsize
+    try:
+        apart = [r for r in found.plan.recipes.values() if found.experts_of(r.targets[0]) is not None]
+        experts = sum(files.stored[name] for recipe in apart for _, name in recipe.sources)
+        wanted = {name: t.numel() for name, t in found.model.state_dict().items()}
+        numbers = sum(size for name, size in wanted.items() if found.experts_of(name) is not None)
+        return {
+            "files": len(files.paths),
+            "tensors": len(files.shapes),
+            "files_bytes": files.size,
+            "experts_in_files_bytes": experts,
+            "experts_expected_bytes": experts if files.expert_types else numbers * bits // 8,
+            "bits_a_weight_in_files": experts * 8 / numbers,
+            "other_in_files_bytes": sum(files.stored[name] for name in files.shapes) - experts,
+        }
+    finally:
+        files.close()
 
 
 def audit(models: Models) -> dict[str, Any]:

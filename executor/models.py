@@ -75,7 +75,7 @@ def load_models(
     """
     check_choice(store)
     with quiet():
-        big, small = find_pair(target, draft, lambda *asked: _find(*asked, tokenizer=tokenizer))
+        big, small = find_pair(target, draft, lambda *asked: find_source(*asked, tokenizer=tokenizer))
         check_cache(big)
         shape = model_shape(big.config, big.name, dtype_of(big.config, dtype))
         opened, (helper, draft_shape) = None, text_draft(big, draft)
@@ -111,7 +111,7 @@ def _beside(shape: ModelShape, draft: DraftShape | None, device: str, context: i
     return {}
 
 
-def _find(flag: str, name: str | Path | None, role: str, tokenizer: str | Path | None) -> Source:
+def find_source(flag: str, name: str | Path | None, role: str, tokenizer: str | Path | None = None) -> Source:
     """A folder, a hub name or a GGUF file; the target's tokenizer from elsewhere if that is said."""
     own = tokenizer if role == "target" else None
     if name is not None and str(name).endswith(SUFFIX):

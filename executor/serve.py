@@ -13,6 +13,7 @@ from time import monotonic
 from ..policies.interface import Policy
 from ..traces.errors import InputError
 from ..traces.speculate import Options
+from .memory import trim
 from .result import Answer
 from .session import Session
 from .text_stream import TextStream
@@ -154,6 +155,7 @@ class Worker:
             while (job := self._next()) is not None:
                 self._answer(session, job)
                 self.running = None
+                trim()
             with self._wake:
                 for job in self._waiting:
                     job.post(Failed("the server is ending", unavailable=True))

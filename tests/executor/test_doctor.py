@@ -1,11 +1,15 @@
 """doctor: facts of a machine, and what limits a model on it."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from checkpoints import save_gguf
 from hand import shape
+from safetensors.torch import load_file, save_file
 
 from moe_spac.executor.cli import app
 from moe_spac.executor.doctor import examine, findings, needs, read_bandwidth
@@ -71,6 +75,42 @@ def test_the_command_judges_a_target_and_fails_where_it_cannot_run(capsys):
     assert found["target"]["slots_bytes"] == 8 * 10 * 73728 // 2  # saved in bfloat16
     assert app(["doctor", "--target", small, "--store", "exact", "--slots", "1"], standalone_mode=False) == 1
     assert "failure" in capsys.readouterr().out
+
+
+def doctor(capsys, *words: object) -> tuple[int, dict[str, Any]]:
+    code = app(["doctor", *map(str, words), "--json"], standalone_mode=False)
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_bytes_of_a_checkpoint_are_held_against_its_configuration(tiny_target, tmp_path, capsys):
+    """tiny: 2 layers of 8 experts of 3 matrices of 64 x 32 float32 numbers."""
+    experts = 2 * 8 * 3 * 64 * 32
+    code, found = doctor(capsys, "--target", tiny_target)
+    held = found["target"]
+    assert code == 0
+    assert held["experts_in_files_bytes"] == held["experts_expected_bytes"] == experts * 4
+    assert held["experts_in_files_bytes"] + held["other_in_files_bytes"] == sum(
+        t.nbytes for t in load_file(tiny_target / "model.safetensors").values()
+    )
+    half, short = shutil.copytree(tiny_target, tmp_path / "half"), shutil.copytree(tiny_target, tmp_path / "short")
+    tensors = load_file(half / "model.safetensors")
+    save_file({n: t.bfloat16() for n, t in tensors.items()}, half / "model.safetensors", {"format": "pt"})
+    code, found = doctor(capsys, "--target", half)
+    assert code == 0
+    assert any("192.00 KiB of experts, its configuration makes 384.00 KiB" in f["text"] for f in found["findings"])
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    save_file({n: t for n, t in tensors.items() if n != name}, short / "model.safetensors", {"format": "pt"})
+    code, found = doctor(capsys, "--target", short)
+    assert code == 1
+    assert any(f["level"] == "failure" and name in f["text"] for f in found["findings"])
+
+
+def test_a_gguf_file_is_judged(tiny_target, tmp_path, capsys):
+    path, _ = save_gguf(tiny_target, tmp_path, "Q8_0")
+    code, found = doctor(capsys, "--target", path, "--store", "q8")
+    assert code == 0
+    assert found["target"]["bits_a_weight_in_files"] == 8.5
+    assert found["target"]["experts_in_files_bytes"] == found["target"]["experts_bytes"]
 
 
 @pytest.mark.parametrize(
