@@ -44,8 +44,8 @@ _COLOURS = {
     },
     **{colour.lower(): f"var(--p{i})" for i, colour in enumerate(PALETTE)},
     "#000000": "var(--ink)",
-    "#4d4d4d": "var(--dense)",
-    "#bbbbbb": "var(--step)",
+    "#333333": "var(--dense)",
+    "#e3e3e3": "var(--step)",
     "#a6cee3": "var(--plain)",
 }
 
@@ -56,7 +56,7 @@ def _variables(theme: dict[str, str], palette: tuple[str, ...], dense: str, step
 
 
 CSS = (
-    f":root{{color-scheme:light dark;{_variables(LIGHT, PALETTE, '#4d4d4d', '#bbbbbb', '#a6cee3')}}}"
+    f":root{{color-scheme:light dark;{_variables(LIGHT, PALETTE, '#333333', '#e3e3e3', '#a6cee3')}}}"
     f"@media(prefers-color-scheme:dark){{:root{{{_variables(DARK, LIFTED, '#8d8d8d', '#5c5d60', '#3f6f8c')}}}"
     ".figure image{filter:invert(1)}}"
     """

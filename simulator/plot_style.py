@@ -9,8 +9,10 @@ from textwrap import fill
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from .compare import AR, OPTIMUM, SD
@@ -24,7 +26,7 @@ INK, SOFT, FAINT, BAD = "#1a1a1a", "#5f5f5f", "#d9d9d9", "#b00020"
 # Colours from Okabe and Ito's palette, which colour-blind readers can tell apart.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
 MARKERS = "osD^vPX*"
-LINES = ("-", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (7, 2, 1, 2)), "-", "-.")
+LINES = ("-", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (8, 2)))
 MODE_STYLES = {SD: ("#0072B2", ""), AR: ("#A6CEE3", "////")}
 STYLE: dict[Any, Any] = {
     "font.size": 7,
@@ -118,17 +120,25 @@ def size_words(size: str) -> str:
 
 
 def line_style(name: str, part: Slice) -> dict[str, Any]:
-    """How a policy's line looks; references in black without a filled marker."""
+    """How a policy's line looks; references in black. No two of sixteen share both marker and dashes, and whoever comes
+    first has the larger marker, so that of two lines on the same points both are seen."""
     if any(r["policy"] == name and r["reference"] for r in part.rows):
-        dashes, marker = ("--", "_") if name == OPTIMUM else ((0, (6, 3)), "|")
-        return {"color": INK, "linestyle": dashes, "marker": marker, "linewidth": 0.9, "markersize": 4}
-    at = part.policies.index(name) % len(PALETTE)
-    return {"color": PALETTE[at], "linestyle": LINES[at], "marker": MARKERS[at], "linewidth": 1.2, "markersize": 3.2}
+        dashes, marker = ((0, (4, 1.5, 1, 1.5)), "x") if name == OPTIMUM else ((0, (2, 1)), "+")
+        return {"color": INK, "linestyle": dashes, "marker": marker, "linewidth": 0.8, "markersize": 3.5}
+    at = part.policies.index(name)
+    color, marker, size = PALETTE[at % len(PALETTE)], MARKERS[at % len(MARKERS)], 4.6 - 0.25 * (at % len(MARKERS))
+    dashes = LINES[(at + at // len(MARKERS)) % len(LINES)]
+    return {"color": color, "linestyle": dashes, "marker": marker, "linewidth": 1.1, "markersize": size}
 
 
-def stacked(count: int, height: float, share_x: bool = True) -> tuple[Figure, list[Axes]]:
-    """A column of panels, `height` inches each."""
-    figure = Figure(figsize=(COLUMN, count * height + 0.75), layout="constrained")
+def named(axes: Axes) -> list[Line2D]:
+    """Lines that stand for something that has a name."""
+    return [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+
+
+def stacked(count: int, height: float, share_x: bool = True, keys: int = 0) -> tuple[Figure, list[Axes]]:
+    """A column of panels, `height` inches each, and room for a legend of so many keys."""
+    figure = Figure(figsize=(COLUMN, count * height + 0.75 + 0.07 * (keys + 1)), layout="constrained")
     panels = figure.subplots(count, 1, sharex=share_x, squeeze=False)
     return figure, list(panels[:, 0])
 
@@ -156,22 +166,27 @@ def finish(figure: Figure, title: str, part: Slice, keys: Sequence[Any] = (), no
         bold = {"weight": "bold", "size": 8}
         figure.legend(handles=list(keys), title=title, title_fontproperties=bold, alignment="left", ncols=2,
                       loc="outside upper left", frameon=False, handlelength=2.4, columnspacing=1.2, borderpad=0.2,
-                      borderaxespad=0.1)  # fmt: skip
+                      borderaxespad=0.5)  # fmt: skip
     else:
         figure.suptitle(title, x=0.02, ha="left", fontweight="bold", fontsize=8)
 
 
-def end_labels(axes: Axes, lines: Sequence[Any], gap: float) -> None:
-    """Write every line's name at its right end, at least `gap` of the axes' height from the next."""
+def end_labels(axes: Axes, lines: Sequence[Line2D], gap: float) -> None:
+    """Write every line's name at its right end with a piece of the line, at least `gap` of the axes' height from the
+    next. In ink: the lighter colours are hard to read in print."""
     low, high = axes.get_ylim()
-    ends = sorted(((line.get_ydata()[-1] - low) / (high - low), at) for at, line in enumerate(lines)
-                  if len(line.get_ydata()))  # fmt: skip
+    ends = sorted(((np.asarray(line.get_ydata())[-1] - low) / (high - low), at) for at, line in enumerate(lines)
+                  if len(np.asarray(line.get_ydata())))  # fmt: skip
     for (wish, at), place in zip(ends, apart([wish for wish, _ in ends], gap), strict=True):
-        axes.annotate(
-            str(lines[at].get_label()), (1.0, wish), (1.05, place), "axes fraction", "axes fraction", va="center",
-            fontsize=6, color=lines[at].get_color(), annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "linewidth": 0.4, "color": SOFT, "shrinkA": 0, "shrinkB": 1},
-        )  # fmt: skip
+        axes.add_line(Line2D([1.0, 1.04], [wish, place], linewidth=0.4, color=SOFT, label="_lead", clip_on=False,
+                             transform=axes.transAxes))  # fmt: skip
+        piece = Line2D([], [])
+        piece.update_from(lines[at])
+        piece.set(data=([1.04, 1.09, 1.14], [place] * 3), markevery=[1], label="_piece", clip_on=False,
+                  transform=axes.transAxes)  # fmt: skip
+        axes.add_line(piece)
+        axes.annotate(str(lines[at].get_label()), (1.16, place), xycoords="axes fraction", va="center", fontsize=6,
+                      annotation_clip=False)  # fmt: skip
 
 
 def apart(wishes: Sequence[float], gap: float) -> list[float]:

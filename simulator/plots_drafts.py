@@ -14,6 +14,7 @@ from .plot_style import (
     finish,
     label,
     line_style,
+    named,
     panel_sizes,
     size_words,
     stacked,
@@ -40,13 +41,13 @@ def against_acceptance(part: Slice) -> Figure:
     axes.axhline(1.0, color=INK, linewidth=1.0)
     axes.axhspan(0, 1.0, color=FAINT, alpha=0.45, zorder=0, linewidth=0)
     axes.text(0.99, 0.03, "slower than plain decoding", ha="right", fontsize=6)
-    axes.text(0.01, 1.01, "break-even", va="bottom", fontsize=6)
+    axes.text(0.99, 1.01, "break-even", va="bottom", ha="right", fontsize=6)
     axes.set_xlim(0, 1)
     axes.set_ylim(0, None)
     axes.set_xlabel("chance that a drafted token is accepted")
     axes.set_ylabel("speed-up over plain decoding (AR)")
     few_ticks(axes)
-    end_labels(axes, [line for line in axes.lines if not str(line.get_label()).startswith("_")], 0.062)
+    end_labels(axes, named(axes), 0.062)
     drafted = sorted({v.draft_length for v in verdicts})
     note = (
         f"{size_words(size)}, {' and '.join(map(str, drafted))} drafted tokens. Curves: independent acceptance "
@@ -63,11 +64,10 @@ def _drafted(part: Slice, verdict: Verdict, size: str) -> float:
 
 def _curve(axes: Axes, verdict: Verdict, drafted: float, part: Slice) -> None:
     style = line_style(verdict.policy, part)
-    marker = style.pop("marker")
     gains = [expected_tokens(a, drafted) / verdict.cost for a in CURVE]
-    axes.plot(CURVE, gains, label=label(verdict.policy, part), **style)
+    axes.plot(CURVE, gains, label=label(verdict.policy, part), markevery=[], **style)  # marked once, below
     if verdict.acceptance is not None:
-        axes.plot(verdict.acceptance, verdict.speedup, marker=marker, color=style["color"], markersize=5,
+        axes.plot(verdict.acceptance, verdict.speedup, marker=style["marker"], color=style["color"], markersize=5,
                   markeredgecolor=INK, markeredgewidth=0.5, zorder=4, linestyle="none", label="_trace")  # fmt: skip
     if verdict.break_even_acceptance is not None:
         axes.plot(verdict.break_even_acceptance, 1.0, marker="|", color=style["color"], markersize=8,
@@ -89,12 +89,11 @@ def by_draft_length(part: Slice) -> Figure:
     if not runs:
         raise NothingToShow("no policy ran at several draft lengths; give --draft-lengths 0,1,2,4,8")
     sizes = list(dict.fromkeys(size for size, _ in runs))
-    figure, panels = stacked(len(sizes), 1.35)
+    figure, panels = stacked(len(sizes), 1.2, keys=len({name for _, name in runs}))
     for size, axes in zip(sizes, panels, strict=True):
-        lines = []
         for (_, name), found in ((key, f) for key, f in runs.items() if key[0] == size):
             speeds = {n: speed(r) for n, r in found.items()}
-            lines += axes.plot(list(speeds), list(speeds.values()), label=label(name, part), **line_style(name, part))
+            axes.plot(list(speeds), list(speeds.values()), label=label(name, part), **line_style(name, part))
             best = max(speeds, key=lambda n: speeds[n])
             axes.plot(best, speeds[best], "o", markersize=7, markerfacecolor="none", markeredgecolor=INK,
                       markeredgewidth=0.7, label="_best")  # fmt: skip
@@ -102,7 +101,7 @@ def by_draft_length(part: Slice) -> Figure:
         axes.set_ylabel("tokens/s")
         axes.set_title(size_words(size), loc="left")
         few_ticks(axes, whole_x=True)
-        end_labels(axes, lines, 0.115)
     panels[-1].set_xlabel("draft length K (0: plain decoding)")
-    finish(figure, "Decode speed by draft length", part, note="Ringed: the best length of a policy")
+    keys = {line.get_label(): line for axes in panels for line in named(axes)}
+    finish(figure, "Decode speed by draft length", part, list(keys.values()), "Ringed: the best length of a policy")
     return figure

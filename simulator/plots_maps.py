@@ -23,6 +23,7 @@ from .plot_style import (
     few_ticks,
     finish,
     label,
+    named,
     short,
     size_words,
     styled,
@@ -98,12 +99,14 @@ def by_machine(parts: Sequence[Slice]) -> Figure:
     values = np.array([[speed(r) if r else 0.0 for r in line] for line in rows])
     with matplotlib.rc_context(STYLE):
         width = max(COLUMN, 1.2 + 0.62 * len(machines))
-        figure = Figure(figsize=(width, 1.35 + 0.24 * len(policies)), layout="constrained")
+        figure = Figure(figsize=(width, 1.35 + 0.3 * len(policies)), layout="constrained")
         axes = figure.subplots()
         _matrix(axes, values, rows)
         axes.set_yticks(range(len(policies)), [short(n) for n in policies])
-        axes.set_xticks(range(len(machines)), machines, rotation=25, ha="right", rotation_mode="anchor")
-        note = f"{size_words(size)}, each policy at its best draft length. Shade: share of the best of a machine, boxed"
+        axes.set_xticks(range(len(machines)), [_broken(name) for name in machines])
+        axes.xaxis.tick_top()
+        axes.tick_params(length=0)
+        note = f"{_who_wins(policies, values)}{size_words(size)}, each policy at its best draft length"
         finish(figure, "Tokens/s by policy and machine", many(first), note=note)
     return figure
 
@@ -113,18 +116,44 @@ def _best_at(part: Slice, policy: str, size: str) -> Row | None:
     return max(rows, key=speed, default=None)
 
 
+def _who_wins(policies: Sequence[str], values: np.ndarray) -> str:
+    """What the matrix comes to: by how much whoever is first leads; values as in `_matrix`."""
+    won = [int(n) for n in values.argmax(axis=0)[values.max(axis=0) > 0]]
+    if not won or len(policies) < 2:
+        return ""
+    if len(set(won)) > 1:
+        names = [f"{short(p)} on {won.count(n)}" for n, p in enumerate(policies) if n in won]
+        return f"Fastest: {', '.join(names)} of {len(won)} machines. "
+    second, best = np.sort(values[:, values.max(axis=0) > 0], axis=0)[-2:]
+    if not second.all():
+        return f"{short(policies[won[0]])} is the fastest everywhere. "
+    low, high = min(best / second) - 1, max(best / second) - 1
+    return f"{short(policies[won[0]])} is the fastest everywhere, by {low:.0%} to {high:.0%} over the next. "
+
+
+def _broken(machine: str) -> str:
+    """A preset's name on two lines: the card above what is around it."""
+    card, _, rest = machine.partition("-")
+    return f"{card}\n{rest}"
+
+
 def _matrix(axes: Axes, values: np.ndarray, rows: Sequence[Sequence[Row | None]]) -> None:
-    """values: [policies, machines] tokens/s, 0 where there are none."""
+    """values: [policies, machines] tokens/s, 0 where there are none. A cell is white at half of its machine's best."""
     share = values / np.maximum(values.max(axis=0), 1e-9)
-    axes.imshow(share, cmap=GREYS, vmin=0, vmax=2.2, aspect="auto")
+    axes.imshow(share, cmap=GREYS, vmin=0.5, vmax=1.75, aspect="auto")
     for (y, x), value in np.ndenumerate(values):
         row, best = rows[y][x], value > 0 and share[y, x] == 1
         words = f"{value:.1f}" if value else trouble(row) if row else "-"
-        axes.text(x, y, words, ha="center", va="center", color=INK if value else BAD, fontsize=6.5,
-                  fontweight="bold" if best else "normal")  # fmt: skip
+        axes.text(x, y, words, ha="center", va="center" if best or not value else "bottom", color=INK if value else BAD,
+                  fontsize=7, fontweight="bold" if best else "normal")  # fmt: skip
         if best:
-            axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, edgecolor="#D55E00", linewidth=1.3))
-    axes.tick_params(length=0)
+            axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, edgecolor=INK, linewidth=1.3, zorder=3))
+        elif value:
+            axes.text(x, y + 0.06, f"{share[y, x] - 1:.0%}", ha="center", va="top", fontsize=5.5)
+    axes.set_xticks(np.arange(values.shape[1] - 1) + 0.5, minor=True)
+    axes.set_yticks(np.arange(values.shape[0] - 1) + 0.5, minor=True)
+    axes.grid(which="minor", color="white", linewidth=1.2)
+    axes.tick_params(which="both", length=0)
     axes.spines[:].set_visible(False)
 
 
@@ -146,7 +175,7 @@ def memory_against_speed(parts: Sequence[Slice]) -> Figure:
             _card(axes, shown[0])
         axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
         if len(shown) > 1:
-            end_labels(axes, [line for line in axes.lines if not str(line.get_label()).startswith("_")], 0.055)
+            end_labels(axes, named(axes), 0.055)
         axes.set_xlabel("VRAM in use, GiB")
         axes.set_ylabel("decode speed, tokens/s")
         few_ticks(axes)
@@ -162,7 +191,8 @@ def _front(axes: Axes, part: Slice, index: int, named: bool) -> None:
     axes.plot([r["vram_bytes"] / GIB for r in rows], [speed(r) for r in rows], MARKERS[index], color=color,
               markersize=2.2, alpha=0.45, markeredgewidth=0)  # fmt: skip
     x, y = [r["vram_bytes"] / GIB for r in front], [speed(r) for r in front]
-    axes.step(x, y, where="post", color=color, linestyle=LINES[index], linewidth=1.1, label=part.machine.name)
+    axes.step(x, y, where="post", color=color, linestyle=LINES[index], linewidth=1.1, label=part.machine.name,
+              marker=MARKERS[index], markersize=4, markevery=[])  # fmt: skip
     axes.plot(x, y, MARKERS[index], color=color, markersize=4, markeredgecolor=INK, markeredgewidth=0.4)
     if named:
         return

@@ -19,13 +19,13 @@ from .plot_style import (
     NothingToShow,
     bound_of,
     bound_style,
-    end_labels,
     few_ticks,
     finish,
     label,
     line_style,
     mode_words,
     name_rows,
+    named,
     ok,
     panel_sizes,
     size_words,
@@ -37,10 +37,10 @@ from .results import Row, Slice, speed
 from .steptimes import GPU_LABELS
 
 PARTS = {
-    "dense": ("attention, dense weights", "#4D4D4D", ""),
-    "expert": ("experts on the GPU", "#0072B2", ""),
-    "draft": ("draft model", "#56B4E9", "...."),
-    "step": ("fixed cost of a step", "#BBBBBB", ""),
+    "dense": ("attention, dense weights", "#333333", ""),
+    "expert": ("experts on the GPU", "#56B4E9", ""),
+    "draft": ("draft model", "#A6CEE3", "...."),
+    "step": ("fixed cost of a step", "#E3E3E3", ""),
     "wait_copy": ("stall: waits for copies", "#D55E00", "////"),
     "wait_cpu": ("stall: waits for the CPU", "#E69F00", "xxxx"),
     "hybrid": ("joining CPU and GPU", "#009E73", "\\\\\\\\"),
@@ -117,7 +117,7 @@ def against_slots(part: Slice) -> Figure:
     if len(part.sizes) < 2:
         raise NothingToShow("only one cache size was run; give several, as in --slots 6,10,16")
     mode = SD if SD in part.modes else AR
-    figure, panels = stacked(3, 1.25)
+    figure, panels = stacked(3, 1.15, keys=len(part.policies) + 1)
     for name in part.policies:
         runs = sorted((r for r in part.main if (r["policy"], r["mode"]) == (name, mode)), key=lambda r: r["slots"])
         good = ok(runs)
@@ -129,17 +129,20 @@ def against_slots(part: Slice) -> Figure:
     limits = {r["slots"]: bound_of(r) for r in part.main if bound_of(r) and r["mode"] == mode}
     if limits:
         at = sorted(limits)
-        panels[0].plot([s / part.layers for s in at], [limits[s] for s in at], label="bound", **bound_style(mode))
-    for axes, unit in zip(panels, (f"tokens/s, {mode.upper()}", "hit rate", "GB to the GPU per token"), strict=True):
+        panels[0].plot(
+            [s / part.layers for s in at], [limits[s] for s in at], label="bound of any policy", **bound_style(mode)
+        )
+    for axes, unit in zip(panels, (f"tokens/s, {mode.upper()}", "hit rate", "GB per token"), strict=True):
         axes.set_ylabel(unit)
         axes.set_ylim(0, 1.0 if unit == "hit rate" else None)
         few_ticks(axes, whole_x=True)
-        end_labels(axes, axes.lines, 0.115)
     panels[-1].set_xlabel("expert slots per layer")
     _gigabytes_above(panels[0], part)
     failed = sorted({str(line.get_label()) for line in panels[0].lines if not np.size(line.get_xdata())})
-    note = "Hit rate by distinct expert of a layer" + (f". Without a run: {'; '.join(failed)}" if failed else "")
-    finish(figure, f"Against the size of the expert cache ({mode.upper()})", part, note=note)
+    note = "Hit rate by distinct expert of a layer; bytes over the link to the GPU" + (
+        f". Without a run: {'; '.join(failed)}" if failed else ""
+    )
+    finish(figure, f"Against the size of the expert cache ({mode.upper()})", part, named(panels[0]), note)
     return figure
 
 

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.collections import QuadMesh
+from matplotlib.colors import to_rgb
+from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from result_folders import call, make_folders
@@ -19,7 +21,7 @@ from moe_spac.simulator.plot_style import COLUMN, NothingToShow, apart, panel_si
 from moe_spac.simulator.plots import ACROSS, FIGURES, NAMES, draw_folder
 from moe_spac.simulator.plots_drafts import against_acceptance, by_draft_length
 from moe_spac.simulator.plots_maps import by_machine, memory_against_speed, pareto, residency
-from moe_spac.simulator.plots_speed import against_slots, by_policy, time_of_a_token
+from moe_spac.simulator.plots_speed import PARTS, against_slots, by_policy, time_of_a_token
 from moe_spac.simulator.results import read_slices, speed
 from moe_spac.simulator.verdict import speedup
 from moe_spac.traces.errors import InputError
@@ -119,12 +121,11 @@ def test_bounds_are_lines_that_no_bar_crosses(run):
         assert max(bar.get_width() for bar in bars(axes)) <= max(lines)
 
 
-def test_lines_against_slots_are_the_numbers_and_can_be_told_apart_in_grey(run):
+def test_lines_against_slots_are_the_numbers(run):
     figure = against_slots(run)
     top, hits, moved = figure.axes[:3]
     lines = {str(line.get_label()): line for line in top.lines if len(xs(line))}
-    assert set(lines) == {"ar-lru", "static", "min (ref)", "bound"}
-    assert len({(line.get_marker(), line.get_linestyle()) for line in lines.values()}) == 4
+    assert set(lines) == {"ar-lru", "static", "min (ref)", "bound of any policy"}
     mine = [r for r in run.main if r["policy"] == "ar-lru" and r["mode"] == "sd"]
     assert xs(lines["ar-lru"]) == [3, 4, 6]
     assert ys(lines["ar-lru"]) == [r["tokens_per_s"] for r in mine]
@@ -133,6 +134,58 @@ def test_lines_against_slots_are_the_numbers_and_can_be_told_apart_in_grey(run):
     figure.draw_without_rendering()  # the second axis follows the first when it is drawn
     ticks = top.child_axes[0].get_xlim()
     assert ticks == pytest.approx([x * 2 * 10**6 / 2**30 for x in top.get_xlim()])
+
+
+def lightness(colour) -> float:
+    """CIE L*, 0 to 100, of an sRGB colour: what is left of it in grey."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    y = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return 116 * y ** (1 / 3) - 16 if y > 0.008856 else 903.3 * y
+
+
+def in_grey(artist) -> tuple[object, ...]:
+    """What a reader of a grey print goes by, lightness in steps that can be told apart side by side."""
+    if isinstance(artist, Line2D):
+        return artist.get_marker(), str(artist._dash_pattern)  # type: ignore[attr-defined]
+    return artist.get_hatch(), artist.get_linestyle(), lightness(artist.get_facecolor()) // 15
+
+
+@pytest.fixture(scope="module")
+def twelve(run):
+    """As many policies as a figure may have to carry."""
+    names = [f"p{i}" for i in range(11)]
+    rows = [{**r, "policy": n} for n in names for r in run.rows if r["policy"] == "ar-lru"]
+    return replace(run, rows=[*rows, *(r for r in run.rows if r["policy"] != "static")])
+
+
+@pytest.mark.parametrize("name", ["slots", "lengths", "acceptance", "speed", "time"])
+def test_any_two_of_a_figure_are_told_apart_in_grey(name, twelve):
+    """By marker, dashes, hatch or lightness, never by colour alone."""
+    figure = FIGURES[name](twelve)
+    lines = {str(line.get_label()): line for axes in figure.axes for line in axes.lines if len(xs(line))}
+    series = {label: line for label, line in lines.items() if not label.startswith("_")}
+    keys = series if name in ("slots", "lengths", "acceptance") else dict(enumerate(figure.legends[0].legend_handles))
+    assert len(keys) >= 12 or name in ("speed", "time")
+    assert len({in_grey(key) for key in keys.values()}) == len(keys)
+
+
+def test_parts_of_a_bar_that_may_touch_are_told_apart_in_grey():
+    """Of all parts, whichever a run has."""
+    seen = {(hatch, lightness(colour) // 15) for _, colour, hatch in PARTS.values()}
+    assert len(seen) == len(PARTS)
+    plain = sorted(lightness(colour) for _, colour, hatch in PARTS.values() if not hatch)
+    assert min(b - a for a, b in pairwise(plain)) > 20
+
+
+def test_names_stand_beside_their_lines_and_apart(twelve):
+    figure = against_acceptance(twelve)
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    names = [t for t in axes.texts if t.get_text() in twelve.policies]
+    assert len(names) == 12
+    boxes = sorted((t.get_window_extent() for t in names), key=lambda box: box.y0)
+    assert all(above.y0 >= below.y1 - 1 for below, above in pairwise(boxes))
+    assert all(box.x1 <= figure.bbox.x1 for box in boxes)
 
 
 def test_the_acceptance_curve_goes_through_the_trace_and_breaks_even_where_the_verdict_says(run):
@@ -184,13 +237,20 @@ def test_policies_by_machines(sweep):
     axes = figure.axes[0]
     machines = [t.get_text() for t in axes.get_xticklabels()]
     policies = [t.get_text() for t in axes.get_yticklabels()]
-    assert machines == ["rtx4090-pcie4", "rtx4060-laptop"]
+    assert machines == ["rtx4090\npcie4", "rtx4060\nlaptop"]
     cells = {t.get_position(): t.get_text() for t in axes.texts}
     for y, policy in enumerate(policies):
         for x, part in enumerate(sweep):
             best = max(speed(r) for r in part.rows if r["policy"] == policy and r["size"] == part.sizes[1])
             assert cells[x, y] == (f"{best:.1f}" if best else "failed")
     assert policies[-1] == "mine.py:Broken"
+    small = [t for t in axes.texts if t.get_text().endswith("%")]
+    for text in small:  # how far behind the best of its machine
+        x, y = round(text.get_position()[0]), int(text.get_position()[1])
+        best = max(float(cells[x, row]) for row in range(len(policies) - 1))
+        assert text.get_text() == f"{float(cells[x, y]) / best - 1:.0%}"
+    assert len(small) == len(sweep)
+    assert "is the fastest everywhere, by" in texts(figure)
     for part in sweep:
         assert part.machine.name in texts(figure)
 
