@@ -132,8 +132,11 @@ def tell_address(sock: socket.socket, json: bool) -> None:
 
 def run_server(opening: "Opening", rules: "Rules", places: int, sock: socket.socket) -> None:
     """Until a signal, or until loading fails, whose error is raised."""
+    from .memory import share_pool
     from .serve import Worker
     from .web import serving
+
+    share_pool()
 
     def failed() -> None:
         server.should_exit = True

@@ -1,6 +1,6 @@
 """The HTTP side of `spac-exec serve`: an OpenAI-compatible API, health and metrics. Needs the extra `serve`.
 
-The event loop never waits for a model: texts become tokens in a thread of their own, answers come from the worker.
+The event loop never waits for a model: texts become tokens in one thread of their own, answers come from the worker.
 """
 
 import asyncio
@@ -8,6 +8,7 @@ import hmac
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,7 @@ class Api:
 
     def __init__(self, worker: Worker, rules: Rules) -> None:
         self.worker, self.rules = worker, rules
+        self._tokenizing = ThreadPoolExecutor(1, "tokens")
 
     # What is asked about the server
 
@@ -105,9 +107,9 @@ class Api:
             known = f"no model {body.model!r} here; there is {self.model_name()}"
             raise ApiError(404, known, "model", "model_not_found")
         policy = self._policy(body.policy)
-        ids = await asyncio.to_thread(_tokens, session, body)
-        options = options_for(body, len(ids), self._limits(), session.settings.options)
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+        ids = await loop.run_in_executor(self._tokenizing, _tokens, session, body)
+        options = options_for(body, len(ids), self._limits(), session.settings.options)
 
         def post(event: Event) -> None:
             with suppress(RuntimeError):  # the loop has ended, and with it who asked
