@@ -168,13 +168,14 @@ class Limits:
 def options_for(body: _Body, prompt: int, limits: Limits, defaults: Options) -> Options:
     """How to answer a prompt of so many tokens. Raises ApiError (400) for what is beyond the limits."""
     left = limits.context - prompt
+    text = "messages" if isinstance(body, ChatBody) else "prompt"
     if prompt < 1:
-        raise ApiError(400, "the prompt has no tokens; give at least one", "messages", "invalid_value")
+        raise ApiError(400, "the prompt has no tokens; give at least one", text, "invalid_value")
     if left < 1:
         raise ApiError(
             400,
             f"the prompt has {prompt} tokens and the context holds {limits.context}, one of them new; shorten it",
-            "messages" if isinstance(body, ChatBody) else "prompt",
+            text,
             "context_length_exceeded",
         )
     name = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) is not None else "max_tokens"

@@ -17,6 +17,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from ..traces.errors import InputError
 from .conversation import encode_conversation
@@ -43,12 +44,14 @@ LAST_SECONDS = 1  # that connections have to end in after Ctrl-C
 class Rules:
     """What the server allows. `key`: asked of every request but those for health. `check_policy` raises InputError.
 
-    `model`: the name that requests have to use if they give one; `context`, `new_tokens`: in tokens, 0 for the model's.
+    A body larger than `body_bytes` or slower than `body_seconds` is refused. `model`: the name that requests have to
+    use if they give one; `context`, `new_tokens`: in tokens, 0 for the model's.
     """
 
     model: str | None = None
     key: str | None = None
     body_bytes: int = 2**20
+    body_seconds: float = 30.0
     context: int = 0
     new_tokens: int = 1024
     check_policy: Callable[[str], None] | None = None
@@ -222,10 +225,17 @@ class Api:
         most, body = self.rules.body_bytes, b""
         if int(request.headers.get("content-length") or 0) > most:
             raise _too_large(most)
-        async for part in request.stream():
-            body += part
-            if len(body) > most:
-                raise _too_large(most)
+        try:
+            async with asyncio.timeout(self.rules.body_seconds):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        raise _too_large(most)
+        except TimeoutError:
+            message = f"the body did not come within {self.rules.body_seconds:g} s"
+            raise ApiError(408, message, Connection="close") from None
+        except ClientDisconnect:
+            raise ApiError(400, "the body was not sent to its end") from None  # nobody is there to read it
         try:
             return json.loads(body)
         except (ValueError, RecursionError) as error:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -151,6 +152,12 @@ def test_completions_take_texts_and_tokens_and_end_at_stop_strings(client, greed
 
 
 def test_sampling_follows_the_seed(client):
+    """Under whatever policy, also one that sets the draft's length by the clock."""
+    texts = [
+        ask(client, temperature=1.5, seed=1, extra_body={"policy": policy}).choices[0].message.content
+        for policy in ("ar-lru", "governed", "static")
+    ]
+    assert texts[0] == texts[1] == texts[2]
     texts = [ask(client, temperature=1.5, top_p=0.9, seed=seed).choices[0].message.content for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
@@ -238,6 +245,34 @@ def test_malformed_and_oversized_bodies(url, content, headers, status):
     answer = httpx.post(f"{url}/v1/chat/completions", content=content, headers=headers)
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"Content-Length: -5", b"Content-Length: x", b"Content-Length: 5\r\nContent-Length: 7", b"Transfer-Encoding: x"],
+)
+def test_malformed_heads(url, head):
+    assert by_hand(url, head + b"\r\n\r\n{}").startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(worker, caplog):
+    with server(worker, Rules("tiny", body_seconds=0.2)) as url:
+        said = by_hand(url, b'Content-Length: 50\r\n\r\n{"prompt"')
+        assert said.startswith(b"HTTP/1.1 408 ")
+        assert b"did not come within 0.2 s" in said
+        by_hand(url, b'Content-Length: 50\r\n\r\n{"prompt"', read=False)
+        assert httpx.get(f"{url}/health").status_code == 200
+    assert caplog.records == []
+
+
+def by_hand(url: str, rest: bytes, read: bool = True) -> bytes:
+    """What the server says to a request that no client would send, until it hangs up."""
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=30) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + rest)
+        said = b""
+        while read and (part := sock.recv(4096)):
+            said += part
+    return said
 
 
 def test_unknown_paths_have_the_same_shape_of_error(url):
