@@ -29,14 +29,27 @@ static inline V load16(int format, const uint8_t *p) {
 
 static inline V columns16(const float *x) { return (V){_mm256_loadu_ps(x), _mm256_loadu_ps(x + 8)}; }
 
-static inline void times8(S s, const float *x, int n, float *out) {
-    if (n == 8) {
-        _mm256_storeu_ps(out, _mm256_mul_ps(s, _mm256_loadu_ps(x)));
-        return;
-    }
+typedef __m256 S;
+typedef struct { float v[8]; } P; /* in memory, from where one number fills a register at no cost */
+
+static inline S scales8(int format, const uint8_t *block, int n) { return scales_singly(format, block, n); }
+
+static inline P times8(int format, S s, const float *x, int n) {
+    P p;
     float some[8] = {0};
-    memcpy(some, x, (size_t)(n & 7) * sizeof(float));
-    _mm256_storeu_ps(out, _mm256_mul_ps(s, _mm256_loadu_ps(some)));
+    (void)format;
+    if (n < 8) x = memcpy(some, x, (size_t)n * sizeof(float));
+    _mm256_storeu_ps(p.v, _mm256_mul_ps(s, _mm256_loadu_ps(x)));
+    return p;
+}
+
+#define LOW(format) -8
+#define HIGH(format) -8
+
+/* 32 numbers of 4 bits, still with others in the upper halves of their bytes. */
+static inline __m256i halves(const uint8_t *w) {
+    __m256i both = _mm256_broadcastsi128_si256(load_16(w));
+    return _mm256_srlv_epi64(both, _mm256_setr_epi64x(0, 0, 4, 4));
 }
 
 /* Eight sums of four products. Both factors of maddubs stay below 128 * 127 * 2 < 2^15. */
@@ -57,9 +70,13 @@ static inline V groups2(int format, const uint8_t *w, const int8_t *x, const int
     return (V){group(format, w, x, sums), two ? group(format, w + bytes, x + GROUP, sums + 8) : _mm256_setzero_ps()};
 }
 
-static inline V spread2(const float *s) { return (V){_mm256_broadcast_ss(s), _mm256_broadcast_ss(s + 1)}; }
+static inline V spread2(int format, P s, int i) {
+    (void)format;
+    return (V){_mm256_broadcast_ss(s.v + i), _mm256_broadcast_ss(s.v + i + 1)};
+}
 
 #define STRIPS strips
+#define ALONE(format) 2
 #include "tiles.h"
 
 const Isa spac_avx2 = {"avx2", product, quantise, gate};

@@ -41,8 +41,9 @@ static inline float spac_of_half(uint16_t h) {
     return sign ? -x : x;
 }
 
-/* A column of activations for groups: per group 32 bytes, the eight sums of four times -8 (4-bit numbers are stored 8
- * too high), and the scale. All bytes of the column come first, then all sums, then all scales. */
+/* A column of activations for groups: per group 32 bytes, the eight sums of four times what takes off that numbers are
+ * stored too high (4-bit ones by 8), and the scale. All bytes of the column come first, then all sums, then all scales.
+ */
 static inline size_t column_bytes(int n) { return (size_t)n + (size_t)n / GROUP * (8 * sizeof(int32_t) + sizeof(float)); }
 static inline int32_t *column_sums(void *c, int n) { return (int32_t *)((char *)c + n); }
 static inline float *column_scales(void *c, int n) { return (float *)((char *)c + 2 * (size_t)n); }
@@ -54,7 +55,7 @@ typedef struct {
     void (*product)(int format, const uint8_t *w, size_t row_bytes, int rows, int columns, const void *const *x,
                     float *const *y, int m);
     /* Groups first..last of a column of n numbers. */
-    void (*quantise)(const float *x, void *column, int n, int first, int last);
+    void (*quantise)(int format, const float *x, void *column, int n, int first, int last);
     /* gate[i] = silu(gate[i]) * up[i]. */
     void (*gate)(float *gate, const float *up, int n);
 } Isa;

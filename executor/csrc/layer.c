@@ -106,7 +106,7 @@ static void run_up(Work *w, const Piece *p) {
         float *y = w->up_y[j];
         w->isa->gate(y + p->row, y + l->width + p->row, p->rows);
         if (grouped(l->format) && l->stages & DOWN)
-            w->isa->quantise(y, (void *)w->down_x[j], l->width, p->row / GROUP, last / GROUP);
+            w->isa->quantise(l->format, y, (void *)w->down_x[j], l->width, p->row / GROUP, last / GROUP);
     }
     if (atomic_fetch_sub(&w->left[e], 1) == 1) spac_wake();
 }
@@ -169,7 +169,7 @@ static void connect(Work *w, char *x_columns, char *inner_columns, char *made) {
             const void *column = x;
             if (groups) {
                 column = x_columns + (size_t)row * column_bytes(n_in);
-                if (!made[row]) w->isa->quantise(x, (void *)column, n_in, 0, n_in / GROUP);
+                if (!made[row]) w->isa->quantise(l->format, x, (void *)column, n_in, 0, n_in / GROUP);
                 made[row] = 1;
             }
             if (up) {

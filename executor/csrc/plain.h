@@ -4,8 +4,12 @@
 
 static const float ROUND = 12582912.0f; /* 1.5 * 2^23: adding it rounds to the nearest whole number, ties to even */
 
-/* Per group the largest magnitude becomes 127. Not-a-numbers become the scale's. */
-static void quantise(const float *x, void *column, int n, int first, int last) {
+enum { NOTHING = 0x15f79688 }; /* 1e-25f */
+
+/* Per group the largest magnitude becomes 127. Not-a-numbers become the scale's. Groups below 1e-25 are nothing, so that
+ * no scale is so small that a sixteenth of it is rounded. */
+static void quantise(int format, const float *x, void *column, int n, int first, int last) {
+    (void)format; /* some have factors that do not ask */
     for (int g = first; g < last; g++) {
         const float *from = x + g * GROUP;
         int8_t *to = (int8_t *)column + g * GROUP;
@@ -15,11 +19,14 @@ static void quantise(const float *x, void *column, int n, int first, int last) {
             uint32_t b = spac_bits(from[i]) & 0x7fffffffu;
             most = b > most ? b : most;
         }
-        float largest = spac_float(most), inverse = largest > 0 ? 127.0f / largest : 0.0f;
+        float largest = most < NOTHING ? 0.0f : spac_float(most), inverse = largest > 0 ? 127.0f / largest : 0.0f;
         int32_t q[GROUP];
         for (int i = 0; i < GROUP; i++) q[i] = (int32_t)(spac_bits(from[i] * inverse + ROUND) - spac_bits(ROUND));
         for (int i = 0; i < GROUP; i++) to[i] = (int8_t)q[i];
-        for (int i = 0; i < 8; i++) sums[i] = -8 * (q[4 * i] + q[4 * i + 1] + q[4 * i + 2] + q[4 * i + 3]);
+        for (int i = 0; i < 8; i++) {
+            const int8_t *four = to + 4 * i;
+            sums[i] = (i < 4 ? LOW(format) : HIGH(format)) * (four[0] + four[1] + four[2] + four[3]);
+        }
         column_scales(column, n)[g] = largest / 127.0f;
     }
 }

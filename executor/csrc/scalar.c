@@ -37,7 +37,11 @@ static inline V columns16(const float *x) {
     return a;
 }
 
-static inline S scales8(const uint8_t *block, size_t bytes, int n) {
+#define LOW(format) 0 /* the sums are for vectors */
+#define HIGH(format) 0
+
+static inline S scales8(int format, const uint8_t *block, int n) {
+    const size_t bytes = format == Q8 ? Q8_BYTES : Q4_BYTES;
     S s = {{0}};
     for (int i = 0; i < n; i++) {
         uint16_t h;
@@ -47,8 +51,12 @@ static inline S scales8(const uint8_t *block, size_t bytes, int n) {
     return s;
 }
 
-static inline void times8(S s, const float *x, int n, float *out) {
-    for (int i = 0; i < 8; i++) out[i] = i < n ? s.v[i] * x[i] : 0;
+typedef S P;
+
+static inline P times8(int format, S s, const float *x, int n) {
+    (void)format;
+    for (int i = 0; i < n; i++) s.v[i] *= x[i];
+    return s;
 }
 
 static inline V groups2(int format, const uint8_t *w, const int8_t *x, const int32_t *sums, int two) {
@@ -64,13 +72,15 @@ static inline V groups2(int format, const uint8_t *w, const int8_t *x, const int
     return a;
 }
 
-static inline V spread2(const float *s) {
+static inline V spread2(int format, P s, int at) {
     V a;
-    for (int i = 0; i < LANES; i++) a.v[i] = s[i / 8];
+    (void)format;
+    for (int i = 0; i < LANES; i++) a.v[i] = s.v[at + i / 8];
     return a;
 }
 
 #define STRIPS singly
+#define ALONE(format) 1
 #include "tiles.h"
 
 const Isa spac_scalar = {"scalar", product, quantise, gate};

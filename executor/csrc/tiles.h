@@ -1,21 +1,27 @@
 /* Products of some rows with some columns at once, written over what an instruction set defines before it includes this:
  *
  *   V, zero(), fma16(a, b, c), sum16(a)     16 floats in the lanes of kernels.h
- *   load16(format, p), columns16(x)          16 plain weights; 16 activations
- *   S, scales8(blocks, bytes, n), times8(s, x, out)    the scales of n <= 8 groups, times those of a column
- *   groups2(format, w, x, sums, two)         the integer sums of a group, and of the next one if `two`
- *   STRIPS                                    strips, or singly
- *   spread2(s)                               s[0] in lanes 0-7, s[1] in lanes 8-15
+ *   load16(format, p), columns16(x)         16 plain weights; 16 activations
+ *   S, scales8(format, blocks, n)            the scales of n <= 8 groups of a row
+ *   P, times8(format, s, x, n)               the same times those of a column
+ *   spread2(format, p, i)                    that of group i in lanes 0-7, of group i + 1 in lanes 8-15
+ *   groups2(format, w, x, sums, two)         the integer sums of a group, and of the next one if `two`, as floats
+ *   LOW(format), HIGH(format)                factors of a column's sums: of numbers 0-15 and of 16-31
+ *   STRIPS                                   strips, or singly
+ *   ALONE(format)                            rows at once for a single column
  */
 #include "plain.h"
 
 #define INLINE static inline __attribute__((always_inline, unused))
 #define UNROLL _Pragma("GCC unroll 8")
 
-/* Ask for `bytes` from p on, which are read when the tile after this one is. The rows of a tile lie in different pages, of
- * which the processor's own prefetcher sees too little each. */
+enum { AHEAD = 4096 };
+
+/* Ask for `bytes` from AHEAD after p on, which are read when the tile after this one is or the next. Lines come in the
+ * order of their addresses, as the processor's own prefetcher expects, while the rows of a tile lie in different pages.
+ * They go to the second cache: the first can wait for too few lines at once to keep memory busy. */
 INLINE void ahead(const uint8_t *p, size_t bytes) {
-    UNROLL for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at, 0, 3);
+    UNROLL for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + AHEAD + at, 0, 2);
 }
 
 INLINE size_t number_bytes(int format) { return format == F32 ? 4 : 2; }
@@ -52,14 +58,14 @@ INLINE void plain_tile(int format, int R, int C, const uint8_t *w, size_t row_by
 
 /* Groups g and g + 1 (that one if `two`) of every row and column; scale: theirs. */
 INLINE void two_groups(int format, int R, int C, const uint8_t *w, size_t row_bytes, int n, int g, int two,
-                       const void *const *x, float scale[4][4][8], int at, V sum[4][4]) {
+                       const void *const *x, const P scale[4][4], int at, V sum[4][4]) {
     const size_t bytes = format == Q8 ? Q8_BYTES : Q4_BYTES;
     UNROLL for (int r = 0; r < R; r++) {
         UNROLL for (int c = 0; c < C; c++) {
             const int8_t *column = (const int8_t *)x[c] + g * GROUP;
             const int32_t *sums = column_sums((void *)x[c], n) + g * 8;
             V dot = groups2(format, w + r * row_bytes + g * bytes + 2, column, sums, two);
-            sum[r][c] = fma16(dot, spread2(scale[r][c] + at), sum[r][c]);
+            sum[r][c] = fma16(dot, spread2(format, scale[r][c], at), sum[r][c]);
         }
     }
 }
@@ -68,10 +74,10 @@ INLINE void two_groups(int format, int R, int C, const uint8_t *w, size_t row_by
 INLINE void eight_groups(int format, int R, int C, const uint8_t *w, size_t row_bytes, int n, int g, int count,
                          const void *const *x, V sum[4][4]) {
     const size_t bytes = format == Q8 ? Q8_BYTES : Q4_BYTES;
-    float scale[4][4][8];
+    P scale[4][4];
     UNROLL for (int r = 0; r < R; r++) {
-        S of_row = scales8(w + r * row_bytes + g * bytes, bytes, count);
-        UNROLL for (int c = 0; c < C; c++) times8(of_row, column_scales((void *)x[c], n) + g, count, scale[r][c]);
+        S of_row = scales8(format, w + r * row_bytes + g * bytes, count);
+        UNROLL for (int c = 0; c < C; c++) scale[r][c] = times8(format, of_row, column_scales((void *)x[c], n) + g, count);
     }
     if (count == 8) {
         UNROLL for (int i = 0; i < 8; i += 2) two_groups(format, R, C, w, row_bytes, n, g + i, 1, x, scale, i, sum);
@@ -137,7 +143,7 @@ INLINE void strips(int format, const uint8_t *w, size_t row_bytes, int rows, int
         if (c == 4) strip(format, 1, 4, w, row_bytes, rows, n, x, y);
         if (c == 3) strip(format, 2, 3, w, row_bytes, rows, n, x, y);
         if (c == 2) strip(format, 2, 2, w, row_bytes, rows, n, x, y);
-        if (c == 1) strip(format, 2, 1, w, row_bytes, rows, n, x, y);
+        if (c == 1) strip(format, ALONE(format), 1, w, row_bytes, rows, n, x, y);
         x += c, y += c, m -= c;
     }
 }

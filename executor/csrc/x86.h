@@ -10,15 +10,9 @@ static inline float sum8(__m256 eight) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-/* 32 numbers of 4 bits, still with others in the upper halves of their bytes. */
-static inline __m256i halves(const uint8_t *w) {
-    __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)w));
-    return _mm256_srlv_epi64(both, _mm256_setr_epi64x(0, 0, 4, 4));
-}
+static inline __m128i load_16(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
 
 static inline __m256i load32(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
-
-typedef __m256 S;
 
 static inline uint16_t half_at(const uint8_t *p) {
     uint16_t h;
@@ -26,7 +20,9 @@ static inline uint16_t half_at(const uint8_t *p) {
     return h;
 }
 
-static inline S scales8(const uint8_t *block, size_t bytes, int n) {
+/* The scales of n <= 8 groups of a row, read one by one. */
+static inline __m256 scales_singly(int format, const uint8_t *block, int n) {
+    const size_t bytes = format == Q8 ? Q8_BYTES : Q4_BYTES;
     if (n == 8) {
         __m128i h = _mm_cvtsi32_si128(half_at(block));
         h = _mm_insert_epi16(h, half_at(block + bytes), 1);
