@@ -7,6 +7,8 @@ missing, unexpected or given twice is an InputError that names it.
 
 import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,8 +90,26 @@ def fill_dense(found: Checkpoint, device: str) -> Any:
 
 def convert(found: Checkpoint, recipe: Recipe) -> dict[str, torch.Tensor]:
     """The model's tensors by name that a recipe makes; InputError where its sources do not go together."""
-    try:
+    with _converting(found, recipe):
         return recipe.convert(found.model, (found.files.read(name) for _, name in recipe.sources))
+
+
+def stacked(found: Checkpoint, recipe: Recipe) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """The model's tensors of experts by name, cut into experts: of one that is taken as it is, decoded one by one."""
+    if recipe.converter is None:
+        with _converting(found, recipe):
+            for expert, one in enumerate(found.files.pieces(recipe.sources[0][1])):
+                yield recipe.targets[0], expert, one
+        return
+    for target, tensor in convert(found, recipe).items():
+        for expert, one in enumerate(tensor):
+            yield target, expert, one
+
+
+@contextmanager
+def _converting(found: Checkpoint, recipe: Recipe) -> Iterator[None]:
+    try:
+        yield
     except (RuntimeError, ValueError, IndexError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise found.fail(recipe.sources[0][1], f"cannot be converted ({first})") from None

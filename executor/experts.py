@@ -6,7 +6,7 @@ import torch
 
 from ..traces.errors import InputError
 from ..traces.schema import ModelShape
-from .checkpoint import Checkpoint, convert
+from .checkpoint import Checkpoint, stacked
 from .formats import Format
 from .names import Recipe
 from .store import Record
@@ -56,11 +56,9 @@ def fill_layer(found: Checkpoint, layer: int, record: Record, raw: torch.Tensor)
         if recipe.stacked and not transposed:
             _fill_stacked(found, recipe, PARTS[place[1]], record, raw, loss)
             continue
-        for target, tensor in convert(found, recipe).items():
+        for target, expert, one in stacked(found, recipe):
             _, last = found.experts_of(target) or place
-            for expert, one in enumerate(tensor):
-                turned = one.T if transposed and one.ndim == 2 else one
-                put(record, raw[expert], PARTS[last], 0, turned, loss)
+            put(record, raw[expert], PARTS[last], 0, one.T if transposed and one.ndim == 2 else one, loss)
     found.files.close()
     return loss
 

@@ -5,7 +5,7 @@ halves, not pairs, so query and key rows were not permuted. Types other than a s
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,6 +95,10 @@ class Gguf:
         tensor = self._tensors[name]
         numbers = dequantize(self._bytes(tensor), tensor.type)
         return torch.from_numpy(np.ascontiguousarray(numbers)).view(tensor.shape)
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """Along the first dimension; experts are apart already."""
+        yield from self.read(name)
 
     def blocks(self, name: str, format: str) -> torch.Tensor | None:
         """The rows' bytes [r, row bytes], if the tensor is in this format of a store."""

@@ -5,7 +5,7 @@ FP8 in blocks (Qwen3's and DeepSeek's: `weight` in e4m3 and `weight_scale_inv`, 
 `g_idx`). Each is decoded when it is read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,12 @@ READ = "FP8 in blocks, MXFP4, GPTQ with 4 bits, GGUF and plain numbers"
 
 @dataclass(frozen=True)
 class Code:
-    """A matrix of `shape`, decoded from tensors of these names."""
+    """A matrix of `shape`, decoded from tensors of these names. `stacked`: the first dimension of all is of experts."""
 
     parts: tuple[str, ...]
     shape: tuple[int, ...]
     decode: Callable[..., torch.Tensor]
+    stacked: bool = False
 
 
 class Packed(Shards):
@@ -58,6 +59,15 @@ class Packed(Shards):
             return super().read(name)
         return code.decode(*(super(Packed, self).read(part) for part in code.parts))
 
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        code = self.codes.get(name)
+        if code is None or not code.stacked:
+            yield from super().pieces(name)
+            return
+        parts = [super(Packed, self).read(part) for part in code.parts]
+        for expert in range(code.shape[0]):
+            yield code.decode(*(part[expert : expert + 1] for part in parts))[0]
+
 
 def shards_of(source: Source) -> Shards:
     """The files of a folder or hub name, decoded as its configuration says."""
@@ -81,7 +91,7 @@ def _fp8(shapes: dict[str, tuple[int, ...]], settings: dict[str, Any]) -> dict[s
     for name in shapes:
         weight = name.removesuffix("_scale_inv")
         if weight != name and weight in shapes:
-            codes[weight] = Code((weight, name), shapes[weight], decode)
+            codes[weight] = Code((weight, name), shapes[weight], decode, stacked=len(shapes[weight]) == 3)
     return codes
 
 
@@ -94,7 +104,7 @@ def _mxfp4(shapes: dict[str, tuple[int, ...]], settings: dict[str, Any]) -> dict
         if plain != name and f"{plain}_scales" in shapes:
             experts, rows, groups, half = shape
             decoded = (experts, groups * half * 2, rows)  # as the model has it: [E, in, out]
-            codes[plain] = Code((name, f"{plain}_scales"), decoded, convert_moe_packed_tensors)
+            codes[plain] = Code((name, f"{plain}_scales"), decoded, convert_moe_packed_tensors, stacked=True)
     return codes
 
 

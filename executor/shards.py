@@ -48,6 +48,10 @@ class Files(Protocol):
         """The tensor's numbers, possibly a view that keeps a file mapped."""
         ...
 
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """The same tensor along its first dimension, so that no more than one is decoded at a time."""
+        ...
+
     def blocks(self, name: str, format: str) -> torch.Tensor | None:
         """Bytes [r, row bytes] of a matrix, if it is in this quantised format already."""
         ...
@@ -105,6 +109,10 @@ class Shards:
         if self.on_read is not None:
             self.on_read(tensor.nbytes)
         return tensor
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """Views along the first dimension."""
+        yield from self.read(name)
 
     def blocks(self, name: str, format: str) -> torch.Tensor | None:
         """Safetensors have no blocks of a store's formats."""

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from tiny import save_tiny_draft, save_tiny_target
 from transformers import AutoTokenizer
 
-from moe_spac.executor.models import load_models
+from moe_spac.executor.models import find_source, load_models
+from moe_spac.executor.packed import shards_of
 from moe_spac.executor.stores import Choice
 from moe_spac.policies.interface import Key
 from moe_spac.traces.errors import InputError
@@ -158,3 +159,8 @@ def test_mxfp4_experts_as_gpt_oss_has_them(tmp_path):
     config["quantization_config"] = {"quant_method": "mxfp4"}
     (folder / "config.json").write_text(json.dumps(config))
     torch.testing.assert_close(logits_of(load_models(folder)), reference_logits(tmp_path / "plain"), rtol=0, atol=1e-5)
+    files = shards_of(find_source("--target", folder, "target"))
+    for name in (name for name in files.shapes if name.endswith("_proj")):
+        pieces = list(files.pieces(name))  # one expert is decoded at a time
+        assert [p.shape for p in pieces] == [plain[name].shape[1:]] * 8
+        assert torch.equal(torch.stack(pieces).float(), plain[name])
