@@ -1,6 +1,8 @@
 """spac-exec from the command line."""
 
 import json
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -97,3 +99,26 @@ def test_what_changes_the_output_must_be_allowed(pair, tmp_path):
     with pytest.raises(InputError, match="--allow-lossy"):
         call(*words, "--policy", f"{tmp_path}/lossy.py:Lossy")
     call(*words, "--policy", f"{tmp_path}/lossy.py:Lossy", "--allow-lossy")
+
+
+@pytest.mark.parametrize("module", ["traces", "simulator", "executor"])
+def test_commands_run_as_modules(module):
+    found = subprocess.run([sys.executable, "-m", f"moe_spac.{module}.cli", "--help"], capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert f"python -m moe_spac.{module}.cli" in found.stdout
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench"])
+def test_shared_options_are_options_of_every_command(command, capsys):
+    with pytest.raises(SystemExit):
+        app([command, "--help"])
+    shown = capsys.readouterr().out
+    assert all(f"--{o} " in shown for o in ("target", "draft", "store", "device", "machine", "slots", "vram"))
+    assert "--pair" not in shown
+    with pytest.raises(InputError, match="--slots and --vram"):
+        call(command, "--slots", 2, "--vram", "1GiB")
+
+
+def test_memory_is_left_for_the_context_that_is_asked_for(pair):
+    with pytest.raises(InputError, match=r"host memory has .* keys and values of 1000000000000 tokens"):
+        call("chat", *pair, "--context", 10**12)
