@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ NAMES = ("auto", "torch", "avx512", "avx2", "scalar")
 UP, GATE, DOWN = 1, 2, 4
 _FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "q8": 3, "q4": 4}
 _PLAIN = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_ISAS = {name: name.encode() for name in ("", *NAMES)}
 
 
 class _Layer(ctypes.Structure):
@@ -107,7 +109,7 @@ def run(
         experts,
         len(x),
         threads,
-        (choice.isa or "").encode(),
+        _ISAS[choice.isa or ""],
         (ctypes.c_uint64 * 4)(*layout.offsets[:4]),
         *(ctypes.addressof(a) for a in arrays),
         x.data_ptr(),
@@ -118,6 +120,57 @@ def run(
     if choice.library.spac_layer(ctypes.byref(layer)):
         raise MemoryError(f"the kernels need more memory for {sum(counts)} rows of {layout.hidden} numbers")
     return list(ns)
+
+
+@dataclass(slots=True)
+class Product:
+    """One matrix, ready to be multiplied many times; see `multiply`.
+
+    layer: as C reads it. kept: what that points to.
+    """
+
+    rows: int
+    columns: int
+    layer: _Layer
+    kept: tuple[Any, ...]
+
+
+def product_of(layout: Matrices, address: int) -> Product:
+    """The matrix `up` of a layout at an address that stays as long as this does."""
+    one = (ctypes.c_void_p * 1)(address), (ctypes.c_int32 * 1)(), (ctypes.c_int64 * 1)()
+    layer = _Layer(
+        format=_FORMATS[layout.format.name],
+        bias=-1,
+        hidden=layout.hidden,
+        up_rows=layout.up_rows,
+        stages=UP,
+        experts=1,
+        offset=(ctypes.c_uint64 * 4)(*layout.offsets[:4]),
+        records=ctypes.addressof(one[0]),
+        counts=ctypes.addressof(one[1]),
+        ns=ctypes.addressof(one[2]),
+    )
+    return Product(layout.up_rows, layout.hidden, layer, one)
+
+
+def multiply(product: Product, x: torch.Tensor, out: torch.Tensor, threads: int = 1) -> None:
+    """out [n, rows] = x [n, columns] times the transposed matrix; both float32, contiguous, on the CPU. As `run` with
+    UP, without most of what the call costs. Only where `ready()`."""
+    choice, layer, n = chosen(), product.layer, len(x)
+    assert choice.library is not None
+    product.kept[1][0] = layer.rows = n
+    layer.threads, layer.isa = threads, _ISAS[choice.isa or ""]
+    layer.sources = _first_rows(1 << max(6, (n - 1).bit_length()))[1]
+    layer.x, layer.middle = x.data_ptr(), out.data_ptr()
+    if choice.library.spac_layer(ctypes.byref(layer)):
+        raise MemoryError(f"the kernels need more memory for {n} rows of {product.columns} numbers")
+
+
+@cache
+def _first_rows(n: int) -> tuple[Any, int]:
+    """0 .. n - 1 and their address."""
+    rows = (ctypes.c_int32 * n)(*range(n))
+    return rows, ctypes.addressof(rows)
 
 
 def ready() -> bool:

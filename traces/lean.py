@@ -32,6 +32,7 @@ KEPT_ROWS = 16  # a verify step has no more; buffers of longer passes are made a
 linear: Any = F.linear  # its `out` is missing from the stubs
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj"}
 NORMS = {"q_norm", "k_norm"}
+PLAIN = {torch.Tensor, torch.nn.Parameter}
 # Every option that a configuration class of these families declares, and whose effect is in the modules read here, in
 # `refusal`, or nowhere in inference. An option that a later transformers adds is not among them.
 OPTIONS = {
@@ -121,6 +122,7 @@ class Buffers:
     def __init__(self, n: int, heads: int, kv_heads: int, width: int, like: torch.Tensor) -> None:
         both, half = heads + kv_heads, width // 2
         projected = like.new_empty(n, (both + kv_heads) * width)
+        self.projected = projected
         self.q, self.k, self.v = projected.split([heads * width, kv_heads * width, kv_heads * width], -1)
         self.made = projected[:, : both * width].view(n, both, width)
         self.value = projected[:, both * width :].view(n, kv_heads, width)
@@ -139,6 +141,7 @@ class Attention:
         own = layer.self_attn
         self.norm, self.normalise = Norm(layer.input_layernorm), _head_norms(own)
         self.q, self.k, self.v, self.o = ((p.weight, p.bias) for p in (own.q_proj, own.k_proj, own.v_proj, own.o_proj))
+        self.joined = _joined([self.q, self.k, self.v])
         self.scale = own.scaling
 
     def __call__(self, x: torch.Tensor, at: "Place", cached: tuple[torch.Tensor, ...]) -> None:
@@ -146,9 +149,12 @@ class Attention:
         [n, kv heads, width]."""
         b, (keys, values, new_keys, new_values) = at.buffers, cached
         hidden = self.norm(x)
-        linear(hidden, *self.q, out=b.q)
-        linear(hidden, *self.k, out=b.k)
-        linear(hidden, *self.v, out=b.v)
+        if self.joined is not None:
+            linear(hidden, self.joined, out=b.projected)
+        else:
+            linear(hidden, *self.q, out=b.q)
+            linear(hidden, *self.k, out=b.k)
+            linear(hidden, *self.v, out=b.v)
         self.normalise(b)
         b.repeated.copy_(b.first)
         torch.mul(b.swapped, at.sin, out=b.product)
@@ -159,6 +165,13 @@ class Attention:
             b.query, keys, values, at.mask, is_causal=at.causal, scale=self.scale, enable_gqa=True
         )
         x.add_(linear(out.transpose(1, 2).reshape(len(x), -1), *self.o))
+
+
+def _joined(parts: Sequence[tuple[Any, Any]]) -> Any:
+    """Query, key and value weights in one, where they are of a kind of their own (`executor/dense.py`) that can be
+    joined without another copy, and have no biases; else None."""
+    weights = [weight for weight, bias in parts if bias is None and type(weight) not in PLAIN]
+    return torch.cat(weights) if len(weights) == len(parts) else None
 
 
 def _head_norms(own: Any) -> Callable[[Buffers], None]:

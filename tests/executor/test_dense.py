@@ -36,6 +36,28 @@ def test_linear_layers_multiply_their_packed_weights(name):
     assert not isinstance(layers[2].weight, Packed)
 
 
+def test_joined_matrices_are_one_and_the_parts_are_views_of_it():
+    fmt = QUANTISED["q4"]
+    with torch.inference_mode():
+        parts = [Packed(fmt.encode(torch.randn(rows, 64)), fmt, 64) for rows in (40, 8, 16)]
+        x = torch.randn(3, 64)
+        apart = [F.linear(x, part) for part in parts]
+        both: Any = torch.cat(parts)
+        whole = F.linear(x, both)
+        assert torch.equal(whole, torch.cat(apart, 1))
+        assert torch.equal(torch.cat([F.linear(x, part) for part in parts], 1), whole)
+        storage = both.raw.untyped_storage().data_ptr()
+        assert {part.raw.untyped_storage().data_ptr() for part in parts} == {storage}
+        again: Any = torch.cat(parts)
+        assert again.raw.data_ptr() == both.raw.data_ptr()
+        swapped: Any = torch.cat(parts[::-1])
+        assert torch.equal(F.linear(x, swapped), torch.cat(apart[::-1], 1))
+        with pytest.raises(TypeError, match="joined by rows"):
+            torch.cat(parts, 1)
+        with pytest.raises(TypeError, match="their like"):
+            torch.cat([parts[0], torch.randn(3, 64)])
+
+
 def test_a_whole_model_runs_on_packed_weights_with_either_forward(tiny_target):
     from transformers import AutoModelForCausalLM
 

@@ -199,6 +199,37 @@ def test_every_scale_that_float16_has():
 
 
 @compiled
+@pytest.mark.parametrize("isa", [*VECTORS, "scalar"])
+def test_groups_of_tiny_activations_are_nothing_and_extreme_bytes_are_exact(isa):
+    """Below 1e-25 a group counts as zeros, from there on it is computed; bytes may be -128, halves 0 and 15."""
+    for name, extremes in (("q8", [128, 127, 129, 0]), ("q4", [0x00, 0xFF, 0x0F, 0xF0])):
+        store = store_of(QUANTISED[name], 64, 32, experts=1)
+        up = store.record.up(store.flat(Key(0, 0))).view(64, 2, -1)
+        up[..., 2:] = torch.tensor(extremes, dtype=torch.uint8).repeat(up.shape[-1])[: up.shape[-1] - 2]
+        call = call_of(Plain(), 64, 3, 1, experts=1)
+        call.hidden[1, :32], call.hidden[2] = 1e-26, 1e-26
+        got = bits(store, call, isa, 1)
+        call.hidden[1, :32] = 0
+        assert torch.equal(bits(store, call, isa, 1), got)
+        assert relative(got, doubled(call, store, in_groups)) < 0.002
+        assert not got[2].any()
+        assert torch.equal(got, bits(store, call, "scalar", 1))
+
+
+@compiled
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_matrix_many_times_is_the_up_of_a_record(name):
+    store = store_of(FORMATS[name], 96, 64, experts=1)
+    layout, address = store.record.matrices, store.address(Key(0, 0))
+    product = kernels.product_of(layout, address)
+    for n in (1, 5, 70):
+        x, out, expected = torch.randn(n, 96), torch.zeros(n, 128), torch.zeros(n, 128)
+        kernels.multiply(product, x, out, 2)
+        kernels.run(layout, kernels.UP, [address], [n], range(n), range(n), x, expected, expected)
+        assert torch.equal(out, expected)
+
+
+@compiled
 def test_bfloat16_and_float16_tokens_are_computed_in_float32():
     store = store_of(EXACT["bfloat16"], 96, 64, dtype=torch.bfloat16)
     call = call_of(Plain(), 96, 4, 2)
