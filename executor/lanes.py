@@ -343,10 +343,14 @@ class Link:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One layer's experts for the CPU tier; `work` gets (tokens, ns) of each, in order."""
+    """One layer's experts for the CPU tier; `work` gets (tokens, ns) of each, in order.
+
+    `own`: whoever submits it has nothing else to do and runs it himself, which spares two changes of threads.
+    """
 
     call: Call
     experts: Sequence[int]
+    own: bool = False
     work: list[tuple[int, int]] = field(default_factory=list)
     done: bool = False
 
@@ -364,12 +368,20 @@ class CpuTier:
         self.meter = Meter({"busy": 0})
         shared.start("cpu", self._loop, self._work)
 
-    def submit(self, call: Call, experts: Sequence[int]) -> Job:
-        """Begin with a layer's experts. Lock held."""
-        job = Job(call, experts)
-        self._jobs.append(job)
-        self._work.notify()
+    def submit(self, call: Call, experts: Sequence[int], own: bool = False) -> Job:
+        """Begin with a layer's experts, or leave it to the caller to `run` them. Lock held."""
+        job = Job(call, experts, own)
+        if not own:
+            self._jobs.append(job)
+            self._work.notify()
         return job
+
+    def run(self, job: Job) -> None:
+        """Lock not held."""
+        begin = perf_counter_ns()
+        job.work = job.call.compute_on_host(job.experts, self._store, self._threads)
+        self.meter.add("busy", begin, perf_counter_ns(), job)
+        job.done = True
 
     def _loop(self) -> None:
         torch.set_num_threads(self._threads)
@@ -380,8 +392,5 @@ class CpuTier:
                 if self._shared.closing:
                     return
                 job = self._jobs.popleft()
-            begin = perf_counter_ns()
-            job.work = job.call.compute_on_host(job.experts, self._store, self._threads)
-            self.meter.add("busy", begin, perf_counter_ns(), job)
-            job.done = True
+            self.run(job)
             self._shared.tell()

@@ -109,7 +109,7 @@ class RealHost:
             plan = self._ask(call, routed)
             if plan.cpu:
                 call.fetch()
-                job = self._cpu.submit(call, plan.cpu)
+                job = self._cpu.submit(call, plan.cpu, own=not (plan.gpu or plan.copies or plan.joins))
             else:
                 job = None
             arrivals = link.order(plan) if plan.copies or plan.joins else ()
@@ -198,6 +198,8 @@ class RealHost:
 
     def _wait_cpu(self, job: Job, moments: LayerMoments) -> None:
         begin = self._device.stamp()
+        if job.own:
+            self._cpu.run(job)
         self._shared.wait_for(job.is_done)
         moments.wait_cpu.append((begin, self._device.stamp()))
 
