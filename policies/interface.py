@@ -48,7 +48,8 @@ class Costs:
 
     A resident expert with n tokens takes `gpu_fixed_ns + max(gpu_memory_ns, n * gpu_token_ns)`; on the CPU
     `cpu_fixed_ns + max(cpu_memory_ns, n * cpu_token_ns)`, and the first one of a layer `cpu_first_ns` more.
-    A layer that uses the CPU at all pays `hybrid_ns` for submission, synchronisation and merging.
+    A layer that uses the CPU at all pays `hybrid_ns` for submission, synchronisation and merging. CPU and link together
+    read host memory at `host_bytes_ns` an expert (0: neither slows the other).
     """
 
     gpu_fixed_ns: int
@@ -61,6 +62,7 @@ class Costs:
     hybrid_ns: int
     copy_fixed_ns: int
     copy_bytes_ns: int
+    host_bytes_ns: int = 0
 
     @property
     def copy_ns(self) -> int:
@@ -77,7 +79,10 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Told once, before anything else. `slots` holds one number a layer (scope "layer") or one in all ("global")."""
+    """Told once, before anything else. `slots` holds one number a layer (scope "layer") or one in all ("global").
+
+    draft_token_ns: to draft one token; pass_ns: what a forward pass of one token takes outside its MoE layers.
+    """
 
     layers: int
     experts: int
@@ -88,6 +93,8 @@ class Setup:
     cpu: bool = True
     draft_length: int = 0
     seed: int = 0
+    draft_token_ns: int = 0
+    pass_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from .interface import Policy
 from .kt import KtDynamic, KtFrequency, KtFront, KtRandom, KtUniform
 from .llamacpp import LlamacppCache, NCpuMoe
 from .lookahead import Lookahead, OracleWindow
+from .marginal import Marginal
 from .placement import Hindsight
 from .promoe import ProMoe
 from .queues import S3Fifo, Slru
@@ -40,7 +41,7 @@ from .static import Static
 OWN: tuple[type[Policy], ...] = (
     *(NCpuMoe, Static, KtUniform, KtFront, KtRandom, KtFrequency, KtDynamic, Fiddler),
     *(ArLru, Fifo, Lfu, LfuInCache, Lfru, DecayedLfu, Lrfu, LeastStale, Slru, S3Fifo, LlamacppCache),
-    *(HybriMoe, HybriMoeRelease, FreeToken, Dali, MoeSpac, MoeSpacRelease, Governed),
+    *(HybriMoe, HybriMoeRelease, FreeToken, Dali, MoeSpac, MoeSpacRelease, Governed, Marginal),
     *(GateLookahead, MoeInfinity, MoeInfinityRelease, ProMoe, SpMoe, MoeSpeq),
     *(Hindsight, Lookahead, Min, OracleWindow),
 )

@@ -86,6 +86,7 @@ class Engine:
         self._policy_ns, self._copy_ns = rates.policy_ns, rates.costs.copy_ns
         self._gpu: dict[str, int] = dict.fromkeys(GPU_LABELS, 0)
         self._cpu = Meter()
+        self._owed = 0  # ns by which landed prefetches held up the fast device
         self._begin = 0
         self._before: list[dict[str, int]] = [{}, {}, {}, {}]
         # Nothing looks at a layer's end but the driver.
@@ -129,6 +130,8 @@ class Engine:
         gpu["dense"] += dense
         if driver.prefetches:
             self._catch_up()
+            self._spend(self._owed, "policy")
+            self._owed = 0
         if ahead is not None and "next-gate" in driver.policy.channels:
             for forecast in gate_forecasts(layer, ahead, driver.setup.layers):
                 driver.forecast(forecast)
@@ -256,7 +259,7 @@ class Engine:
             self._wait_until(done, "wait_cpu")
         done += self._work(plan.gpu, load, beside=done)
         self._wait_until(done, "wait_cpu")
-        self._spend(self.rates.costs.hybrid_ns, "hybrid")
+        self._merge(plan)
         return True
 
     def _by_events(self, plan: Plan, load: dict[int, int], cpu_ns: int) -> None:
@@ -281,7 +284,7 @@ class Engine:
             late += self._work((expert,), load, beside=done + late, call=alone)
         if cpu is not None:
             self._wait(cpu, "wait_cpu", late)
-            self._spend(self.rates.costs.hybrid_ns, "hybrid")
+            self._merge(plan)
 
     def _joined(self, key: Key) -> Copy | None:
         """The copy that was on its way at the gate; None if it landed while the policy was deciding."""
@@ -318,6 +321,8 @@ class Engine:
             self.driver.worked(Key(layer, e), Where.CPU, load[e], costs.cpu_ns(load[e], first=i == 0))
 
     def _landed(self, key: Key, ns: int) -> None:
+        if key in self.driver.cache.flying:
+            self._owed += self.rates.landing_ns
         self.driver.landed(key, ns)
         if self._on_land is not None:
             self._on_land(key)
@@ -337,6 +342,11 @@ class Engine:
             lost = round(self.rates.overlap * min(ns, beside - self.now))
         self._spend(ns + lost, "expert")
         return lost
+
+    def _merge(self, plan: Plan) -> None:
+        """The end of a layer that used the CPU tier."""
+        both = plan.gpu or plan.copies or plan.joins
+        self._spend(self.rates.costs.hybrid_ns + (self.rates.beside_ns if both else 0), "hybrid")
 
     def _wait_until(self, time: int, label: str) -> None:
         self._spend(time - self.now, label)
@@ -425,6 +435,8 @@ def setup_for(shape: ModelShape, rates: Rates, policy: Policy, slots: int, draft
         costs=rates.costs,
         draft_length=draft_length,
         seed=seed,
+        draft_token_ns=rates.draft_token_ns,
+        pass_ns=rates.step_ns + shape.layers * rates.dense_ns(1, 0) + layers * rates.policy_ns,
     )
 
 

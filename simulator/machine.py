@@ -47,6 +47,7 @@ UNITS: dict[str, dict[str, float]] = {
     "link.bandwidth": RATE,
     "link.copy_fixed": TIME,
     "link.arrival": TIME,
+    "link.landing": TIME,
     "link.chunk": SIZE,
     "link.d2h_bandwidth": RATE,
     "link.both_ways": COUNT,
@@ -59,6 +60,7 @@ UNITS: dict[str, dict[str, float]] = {
     "cpu.first_expert": TIME,
     "cpu.expert_fixed": TIME,
     "cpu.hybrid_layer": TIME,
+    "cpu.beside": TIME,
     "cpu.overlap": COUNT,
     "policy.layer": TIME,
 }
@@ -70,12 +72,17 @@ DEFAULTS: dict[str, tuple[float, str]] = {
     "gpu.context_bandwidth": (0.0, "default: as gpu.bandwidth"),
     "gpu.first_expert": (0.0, "default: experts that are computed together cost no more than their sum"),
     "link.arrival": (0.0, "default: whoever waits for a copy goes on when it has landed"),
+    "link.landing": (0.0, "default: who launches the work is not held up by prefetches that land meanwhile"),
     "link.chunk": (2e6, "default: an expert is copied in pieces of about this size, and demand may go between them"),
     "link.d2h_bandwidth": (0.0, "default: as fast as host to device"),
     "link.both_ways": (0.45, "nvbandwidth#53: 25 to 11 GB/s host to device while data flows back"),
     "link.pageable_bandwidth": (11.6e9, "imp#1409: 864 KiB keep the host busy for 76.2 us"),
     "link.pageable_fixed": (16.1e3, "imp#1409: 864 KiB take 92.3 us in all"),
     "host.pin_limit": (0.0, "default: 0, no limit known"),
+    "cpu.beside": (
+        0.0,
+        "default: handing over to the CPU tier and launching work do not disturb each other",
+    ),
     "cpu.overlap": (0.0, "default: the tiers share memory and nothing else"),
 }
 
@@ -194,12 +201,13 @@ class Rates:
     """What one machine needs for one model (and draft), in ns: the experts' `costs` and everything around them.
 
     A copy has `chunks` between which it may be interrupted; `back_bytes_ns` are for an expert's bytes from device to
-    host (0: as the other way) and `both_ways` is the share of its speed that a copy to the device keeps meanwhile.
-    The first `pinned_experts`, in order of (layer, expert), lie in pinned memory (-1: all); the others are copied at
-    the pageable prices, and nothing is launched until they have landed. `costs` has the price of pinned ones, if any.
-    Experts that are there together are computed together, for `call_ns` more; what lands later is another call.
-    A wait for a copy ends `arrival_ns` after it landed. While both tiers compute, each is slower by `overlap` of the
-    time that its work takes alone: where they are threads on the same cores, or both read host memory.
+    host (0: as the other way) and `both_ways` is the share of its speed that a copy to the device keeps meanwhile. The
+    first `pinned_experts`, in order of (layer, expert), lie in pinned memory (-1: all); the others are copied at the
+    pageable prices, and nothing is launched until they have landed. `costs` has the price of pinned ones, if any.
+    Experts that are there together are computed together, for `call_ns` more; what lands later is another call. A wait
+    for a copy ends `arrival_ns` after it landed; a prefetch that lands holds up the fast device by `landing_ns`. A
+    layer on both tiers takes `beside_ns` longer. While both compute, each is slower by `overlap` of the time that its
+    work takes alone: where they are threads on the same cores, or both read host memory.
     """
 
     costs: Costs
@@ -219,6 +227,8 @@ class Rates:
     pageable_bytes_ns: int = 0
     call_ns: int = 0
     arrival_ns: int = 0
+    landing_ns: int = 0
+    beside_ns: int = 0
     overlap: float = 0.0
 
     def dense_ns(self, tokens: int, context: int) -> int:
@@ -249,6 +259,7 @@ def rates_for(machine: Machine, shape: ModelShape, draft: DraftShape | None = No
         hybrid_ns=round(m["cpu.hybrid_layer"]),
         copy_fixed_ns=copy[0],
         copy_bytes_ns=copy[1],
+        host_bytes_ns=round(shape.expert_bytes * 1e9 / m["host.bandwidth"]),
     )
     layer_bytes = (shape.dense_bytes - shape.embedding_bytes) / shape.layers
     weight_bytes = DENSE_BYTES.get(shape.dtype, shape.expert_bytes / params)
@@ -271,6 +282,8 @@ def rates_for(machine: Machine, shape: ModelShape, draft: DraftShape | None = No
         pageable_bytes_ns=pageable[1],
         call_ns=round(m["gpu.first_expert"]),
         arrival_ns=round(m["link.arrival"]),
+        landing_ns=round(m["link.landing"]),
+        beside_ns=round(m["cpu.beside"]),
         overlap=m["cpu.overlap"],
     )
 

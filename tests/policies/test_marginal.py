@@ -1,0 +1,221 @@
+"""`marginal`: its prices by hand, its split against all splits, its pool against a sorted list."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from policy_loop import Host, make_setup, random_routing, sets
+
+from moe_spac.policies.interface import Costs, Forecast, Key, LayerReport, StepInfo
+from moe_spac.policies.load import load_policy
+from moe_spac.policies.marginal import most_worth_copying, saved_by_a_hit, slowing_of_cpu
+from moe_spac.traces.schema import Kind
+
+# Copy 100, CPU 40 an expert, 20 for the first and 5 to join, GPU 10; host memory gives an expert in 25 ns.
+BY_HAND = Costs(10, 0, 0.0, 20, 10, 30, 0.0, 5, 0, 100, host_bytes_ns=25)
+
+
+def missing(gains, on_cpu=40, on_gpu=10):
+    return [(-g - on_cpu, g, on_cpu, on_gpu, i) for i, g in enumerate(gains)]
+
+
+def test_what_a_hit_saves_by_hand():
+    """CPU (40 ns) and link (100) do one in 40 * 100 / 140 = 28.6 ns, which host memory allows; the GPU takes 10."""
+    assert saved_by_a_hit(BY_HAND, cpu=True) == pytest.approx(4000 / 140 - 10)
+    assert saved_by_a_hit(BY_HAND, cpu=False) == 90
+    slow_memory = Costs(10, 0, 0.0, 20, 10, 30, 0.0, 5, 0, 100, host_bytes_ns=35)
+    assert saved_by_a_hit(slow_memory, cpu=True) == 25
+    slow_gpu = Costs(200, 0, 0.0, 20, 10, 30, 0.0, 5, 0, 100)
+    assert saved_by_a_hit(slow_gpu, cpu=True) == 0
+
+
+def test_what_a_copy_costs_the_cpu_by_hand():
+    """Memory gives 40 experts a us, the link takes 10 of them for 100 ns, the CPU could read 33.3 and gets 30: it
+    loses a tenth of the time."""
+    assert slowing_of_cpu(BY_HAND, cpu=True) == pytest.approx(10)
+    assert slowing_of_cpu(BY_HAND, cpu=False) == 0
+    unlimited = Costs(10, 0, 0.0, 20, 10, 30, 0.0, 5, 0, 100)
+    assert slowing_of_cpu(unlimited, cpu=True) == 0
+
+
+def test_the_split_by_hand():
+    """Three missing: all on the CPU 3 * 40 + 25 = 145; one copied max(110, 105); two copied max(210, 65)."""
+    assert most_worth_copying(missing([0, 0, 0]), 0, 0, BY_HAND) == 1
+    assert most_worth_copying(missing([0, 0]), 0, 0, BY_HAND) == 0  # 105 against 110
+    assert most_worth_copying(missing([6, 0]), 0, 0, BY_HAND) == 1  # 105 against 110 - 6
+    assert most_worth_copying(missing([0, 0, 0]), 0, 50, BY_HAND) == 0  # the link is busy until then: 160
+    assert most_worth_copying(missing([101, 101]), 0, 0, BY_HAND) == 2  # 105, 9, 210 - 202 = 8
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 90), st.integers(1, 90)), min_size=1, max_size=9),
+    st.integers(0, 300), st.integers(0, 300), st.integers(0, 60),
+)  # fmt: skip
+def test_no_other_number_of_copies_is_better(each, gpu, link, host):
+    costs = Costs(0, 0, 0.0, 20, 0, 0, 0.0, 5, 0, 100, host_bytes_ns=host)
+    items = [(0.0, float(g), c, n, i) for i, (g, c, n) in enumerate(each)]
+
+    def price(copied):
+        there, here = items[:copied], items[copied:]
+        gpu_ns = gpu + sum(i[3] for i in there)
+        link_ns = link + 100 * copied + (there[-1][3] if there else 0)
+        cpu_ns = sum(i[2] for i in here) + 25 if here else 0
+        both = host * len(items) if there and here else 0
+        return max(gpu_ns, link_ns, cpu_ns, both) - sum(i[1] for i in there)
+
+    assert price(most_worth_copying(items, gpu, link, costs)) == min(map(price, range(len(items) + 1)))
+
+
+def started(layers=2, experts=8, slots=2, spec="marginal", **more):
+    policy = load_policy(spec)
+    policy.setup(make_setup(policy, layers, experts, slots, **more))
+    return policy
+
+
+class All:
+    """Everything named may be evicted; nothing is resident, coming or free."""
+
+    def __init__(self, keys=()):
+        self.keys = sorted(keys)
+
+    def __contains__(self, key):
+        return key in self.keys
+
+    def __iter__(self):
+        return iter(self.keys)
+
+    def __len__(self):
+        return len(self.keys)
+
+    def resident(self, key):
+        return key in self.keys
+
+    def in_flight(self, key):
+        return False
+
+    def free(self, layer):
+        return 0
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_the_pool_gives_up_its_least_valuable_candidate(seed):
+    rng = np.random.default_rng(seed)
+    policy = started(layers=3, experts=6, slots=3)
+    held = {Key(*k) for k in policy.placement()}
+    for layer in range(3):
+        policy._price(layer, rng.random(6).astype(np.float32))
+    candidates = {k for k in held if rng.random() < 0.7}
+    incoming = Key(0, 5)
+    worth = {k: float(policy._worth[k]) for k in candidates}
+    coldest = min(candidates, key=lambda k: (worth[k], k), default=None)
+    if coldest is not None and worth[coldest] >= policy._worth[incoming]:
+        coldest = None
+    assert policy.victim(incoming, All(candidates), All()) == coldest
+    assert policy.surrender(0, All(candidates - {coldest}), All()) == min(
+        candidates - {coldest}, key=lambda k: (worth[k], k), default=None
+    )
+
+
+def begin(policy, kind=Kind.DECODE, n=1):
+    policy.step_begins(StepInfo(0, kind, np.zeros(n, np.int32), np.arange(n) > 0))
+
+
+def test_a_forecast_is_fetched_if_it_is_worth_the_copy():
+    """An expert that the next gate names is worth one use times 0.5, however cold it is; a use saves 18.6 ns, and a
+    copy costs a CPU that is always busy 10."""
+    policy = started(layers=3, costs=BY_HAND)
+    held = set(policy.placement())
+    begin(policy)
+    assert policy.next_fetch(All(held)) is None
+    policy.forecast(Forecast("next-gate", 1, {6: 2.0}))
+    assert policy.next_fetch(All(held)) == Key(1, 6)  # between passes copies cost the CPU nothing
+    policy.transfer_dropped(Key(1, 6))
+    policy._layer = 0  # within a pass
+    policy.forecast(Forecast("next-gate", 2, {6: 2.0}))
+    assert policy._busy * policy._slowing / policy._saved == pytest.approx(10 / (4000 / 140 - 10))
+    assert policy.next_fetch(All(held)) is None  # 0.5 uses, at a price of 0.54
+    policy._right[1] = 0.6
+    policy.forecast(Forecast("next-gate", 2, {6: 2.0}))
+    assert policy.next_fetch(All(held)) == Key(2, 6)
+
+
+def test_how_often_forecasts_are_right_is_learnt_by_distance():
+    policy = load_policy("marginal")
+    rng = np.random.default_rng(1)
+    host = Host(policy, make_setup(policy, 6, 16, 4), random_routing(rng, 120, 6, 16, 2))
+    host.play(ahead=2)  # true ones
+    assert policy._right[1] > 0.9
+    assert policy._right[2] == 0.5  # the last forecast before its gate is the one that counts
+
+
+def test_with_nothing_to_gain_nothing_moves():
+    """Where the GPU takes longer than the CPU, no copy is worth its time."""
+    policy = load_policy("marginal")
+    costs = Costs(200_000, 0, 0.0, 0, 1000, 1000, 0.0, 0, 0, 90_000)
+    host = Host(policy, make_setup(policy, 2, 8, 2, costs=costs), sets([5, 6], [5, 7], [5, 6], layers=2))
+    total = host.play().total
+    assert (total.copies, total.cpu) == (0, total.needed - total.hits)
+
+
+def test_without_a_cpu_every_miss_is_fetched():
+    policy = load_policy("marginal")
+    host = Host(policy, make_setup(policy, 1, 8, 4, cpu=False), sets([4, 5], [6, 7], [4, 5]))
+    total = host.play().total
+    assert (total.cpu, total.fetches) == (0, total.needed - total.hits)
+
+
+def test_nothing_is_fetched_for_a_prompt_to_stay():
+    policy = load_policy("marginal:background=false")
+    host = Host(policy, make_setup(policy, 2, 8, 2), random_routing(np.random.default_rng(0), 3, 2, 8, 2, tokens=6))
+    before = set(host.driver.cache.resident)
+    host.play([Kind.PREFILL] * 3)
+    assert set(host.driver.cache.resident) == before
+
+
+def test_slots_that_come_back_are_used():
+    """After two slots went and came back, what takes them is known as resident to the policy, too."""
+    policy = load_policy("marginal")
+    routing = random_routing(np.random.default_rng(3), 40, 2, 12, 3)
+    host = Host(policy, make_setup(policy, 2, 12, 4, top_k=3), routing)
+    host.play(slots={5: (5,), 12: (8,)})
+    host.driver.cache.check()
+    assert len(host.driver.cache.resident) == 8
+    resident = {Key(*map(int, k)) for k in np.argwhere(policy._absent == 0)}
+    assert resident <= set(host.driver.cache.resident) | set(host.driver.cache.staged)
+
+
+def test_drafting_that_does_not_pay_is_given_up():
+    """Each draft costs as much as a pass and is never kept."""
+    policy = started(draft_length=4, draft_token_ns=100_000, pass_ns=100_000)
+    lengths = []
+    for _ in range(40):
+        n = policy.draft_length(4)
+        lengths.append(n)
+        begin(policy, Kind.VERIFY if n else Kind.DECODE, n + 1)
+        policy.layer_ends(LayerReport(1, 50_000, 0, 0, 0, 0))
+        policy.step_ends(0, np.arange(n + 1) == 0)
+    assert lengths[:6] == [4, 4, 0, 4, 0, 2]
+    assert sum(lengths[8:]) <= 4
+
+
+def test_it_leaves_draft_lengths_alone_when_told_to_or_when_there_are_none():
+    assert "draft_length" not in started(draft_length=4).deaf
+    assert "draft_length" in started(draft_length=4, spec="marginal:drafts=false").deaf
+    assert "draft_length" in started().deaf
+
+
+def test_a_layer_without_misses_asks_nothing():
+    policy = load_policy("marginal")
+    host = Host(policy, make_setup(policy, 1, 4, 4), sets([0, 1], [2, 3]))
+    total = host.play().total
+    assert (total.needed, total.hits, total.copies) == (4, 4, 0)
+
+
+def test_what_is_wanted_most_ends_up_resident():
+    """Two of eight experts are needed in every pass, beside two that change: the two stay, in both layers."""
+    rng = np.random.default_rng(5)
+    passes = [[6, 7, *rng.choice(6, 2, replace=False).tolist()] for _ in range(60)]
+    policy = load_policy("marginal")
+    host = Host(policy, make_setup(policy, 2, 8, 3, top_k=4), sets(*passes, layers=2))
+    host.play()
+    assert {Key(layer, e) for layer in (0, 1) for e in (6, 7)} <= set(host.driver.cache.resident)
