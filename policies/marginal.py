@@ -18,7 +18,6 @@ from .interface import (
     Key,
     LayerReport,
     Policy,
-    Scope,
     Setup,
     StepInfo,
     View,
@@ -33,7 +32,6 @@ GPU, FETCH, CPU = Where.GPU, Where.FETCH, Where.CPU  # looking up a member costs
 ABSENT, COMING = np.float32(1000), np.float32(500)  # added to the worth of what is not resident; see `_rank`
 SURE = 0.5  # how often a gate's forecast is right, until that was seen
 LEARN = 0.02  # weight of a layer's forecast, and of a pass, in what was seen
-
 
 Missing = tuple[float, float, int, int, int]  # see `most_worth_copying`
 
@@ -93,12 +91,12 @@ class Marginal(Policy):
     to the run. Times are the machine's `Costs` and what layers are reported to take.
 
     `passes` was tuned on training texts only, as docs/marginal.md says, with where this policy loses. Prompts are
-    served by whichever tier takes less time and displace nothing; their routing counts as use.
+    served by whichever tier takes less time, and nothing is fetched for them to stay; their routing counts as use.
     """
 
     name: ClassVar[str] = "marginal"
-    scope: Scope = "global"
-    channels: frozenset[str] = frozenset({"next-gate"})
+    scope = "global"
+    channels = frozenset({"next-gate"})
     passes: float = 1.5
     forecasts: bool = True
     background: bool = True
@@ -107,6 +105,8 @@ class Marginal(Policy):
     def __post_init__(self) -> None:
         if not self.passes > 0:
             raise ValueError("passes must be above 0")
+        if not self.forecasts:
+            self.channels = frozenset()
 
     # Told
 
@@ -124,7 +124,6 @@ class Marginal(Policy):
         self._saved, self._slowing = saved_by_a_hit(costs, setup.cpu), slowing_of_cpu(costs, setup.cpu)
         self._busy = 1.0  # share of a pass in which the CPU computes experts
         self._lengths = LengthChooser(max(1, setup.draft_length))
-        self.channels = frozenset({"next-gate"}) if self.forecasts else frozenset()
         silent = {"draft_length": self.drafts and setup.draft_length > 0, "next_fetch": self.background}
         self.deaf = frozenset(name for name, wanted in silent.items() if not wanted)
         self._layer, self._prefill = -1, False
