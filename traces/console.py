@@ -119,11 +119,11 @@ def _naming(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> int:
 
 
 def say(what: Any) -> None:
-    """Print for people. In a pipe, lines are as long as they need to be."""
-    console = Console(highlight=False, soft_wrap=isinstance(what, str))
+    """Print for people: a terminal's lines end between words; in a pipe they are as long as they need to be."""
+    console = Console(highlight=False)
     if not console.is_terminal:
         console.width = room()
-    console.print(what)
+    console.print(what, soft_wrap=isinstance(what, str) and not console.is_terminal)
 
 
 @contextmanager
