@@ -16,7 +16,7 @@ import numpy as np
 from ..traces.errors import InputError
 from ..traces.schema import Header, Provenance
 from .compare import AR, SD
-from .machine import Machine, Quantity
+from .machine import DEFAULTS, Machine, Quantity
 from .metrics import OK
 from .report import provenance
 from .verdict import Verdict, judge
@@ -148,7 +148,9 @@ def _per_layer(slots: int, layers: int) -> str:
 
 
 def _machine(told: Row) -> Machine:
-    return Machine(told["name"], told["title"], {k: Quantity(**q) for k, q in told["quantities"].items()})
+    """The profile that ran; entries that came after it was written are as if it had left them out."""
+    since = {entry: Quantity(value, "assumed", source) for entry, (value, source) in DEFAULTS.items()}
+    return Machine(told["name"], told["title"], since | {k: Quantity(**q) for k, q in told["quantities"].items()})
 
 
 def _occupancy(path: Path) -> dict[str, np.ndarray] | None:

@@ -286,6 +286,16 @@ def test_columns_are_found_by_name_and_those_that_lack_are_left_out_o46(folder, 
     assert "vram_bytes" in drawn["pareto"].why_not
 
 
+def test_a_folder_of_an_older_version_lacks_new_entries_of_a_profile(folder, tmp_path):
+    shutil.copytree(folder / "run", tmp_path / "old")
+    told = json.loads((tmp_path / "old" / "run.json").read_text())
+    del told["machine"]["quantities"]["link.arrival"]
+    (tmp_path / "old" / "run.json").write_text(json.dumps(told))
+    (part,) = read_slices(tmp_path / "old")
+    assert part.machine["link.arrival"] == 0
+    assert call("report", str(tmp_path / "old"), "-o", str(tmp_path / "old.html")) == 0
+
+
 def test_nothing_but_failures_is_said_and_not_drawn(run):
     bad = [{**r, "status": "failed: policy x"} for r in run.rows]
     for draw in FIGURES.values():
