@@ -39,7 +39,7 @@ def test_linear_layers_multiply_their_packed_weights(name):
 def test_joined_matrices_are_one_and_the_parts_are_views_of_it():
     fmt = QUANTISED["q4"]
     with torch.inference_mode():
-        parts = [Packed(fmt.encode(torch.randn(rows, 64)), fmt, 64) for rows in (40, 8, 16)]
+        parts: list[Any] = [Packed(fmt.encode(torch.randn(rows, 64)), fmt, 64) for rows in (40, 8, 16)]
         x = torch.randn(3, 64)
         apart = [F.linear(x, part) for part in parts]
         both: Any = torch.cat(parts)
