@@ -1,9 +1,10 @@
 """Measure this machine for one pair of models, or for a replay's experts, and write it down as a machine profile.
 
 Everything is measured in place, by short runs on the real clock: with every expert on the fast device, on the CPU tier,
-on both, copied, and with a draft in between. These runs take turns, round after round, so that a machine whose speed
-drifts shows as spread and not as a difference between tiers; an entry is the median over the rounds, and its source
-says least and most. `rates_for` gives the figures back for what was measured; for another model the profile is a guess.
+on both, copied, and with a draft in between. These runs take turns, round after round, each between two yardsticks, and
+are kept as multiples of them, so that a machine whose speed drifts shows as spread and not as a difference between
+tiers. An entry comes from all rounds together, and its source says least and most of a round alone. `rates_for` gives
+the figures back for what was measured; for another model the profile is a guess.
 Memory-bound terms are left out (bandwidths are written as practically infinite), because one size of experts does not
 tell them from the fixed ones.
 """
@@ -12,16 +13,18 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from ..simulator.machine import DEFAULTS, UNITS, Machine, Quantity, Rates, rates_for
 from .cold import cold_and_warm
 from .copies import measure_copies
-from .fits import Figures, figures, medians
-from .probe import Probe, Seen, Subject
+from .fits import Fitted, Round, fit
+from .probe import Prefetching, Probe, Seen, Subject
+from .quiet import Pace
 
 ENDLESS = 1e18  # bytes/s or FLOP/s of what is not the limit
 ROUNDS = 3
-Watch = Callable[[Callable[[], list[Seen]]], list[Seen]]
+YARD_NS = 100e6  # what a yardstick takes in the time in which observations are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,42 +47,55 @@ def calibrate(
 ) -> Machine:
     """A profile of this machine for this subject. On a CPU the link is what `link` says."""
     start = Machine(name, "", blank(subject, link or EmulatedLink()))
-    made = profile(start, subject, [observe_round(subject, start) for _ in range(rounds)])
+    pace = Pace(lambda: subject.yardstick(start), tries=1)
+    yards: list[float] = []
+    observed = [observe_round(subject, start, pace, yards) for _ in range(rounds)]
+    made = profile(start, subject, fit(observed).scaled(fmean(yards) / YARD_NS))
     cold, warm = (ns / 1e3 for ns in cold_and_warm(subject))
     entry = made.quantities["cpu.expert_fixed"]
     said = f"{entry.source}; one token alone {cold:.3g} us from memory, {warm:.3g} us from the caches"
     return replace(made, quantities={**made.quantities, "cpu.expert_fixed": replace(entry, source=said)})
 
 
-def observe_round(subject: Subject, start: Machine, watch: Watch = lambda measure: measure()) -> Figures:
-    """One round of all measurements; `start` gives the emulated link its times. `watch` makes each of them.
+def observe_round(subject: Subject, start: Machine, pace: Pace, yards: list[float] | None = None) -> Round:
+    """One round of all measurements; `start` gives the emulated link its times. `yards` gets the yardsticks (ns).
 
-    Where there is a draft, the CPU tier and copies are measured with it in between: it leaves them cold caches and
-    sleeping threads, as it does in use.
+    Where there is a draft, all but the first is measured with it in between: it leaves cold caches and sleeping
+    threads, as it does in use.
     """
     draft = subject.draft_shape is not None
-
-    def see(pattern: str, draft: bool = draft, brief: bool = False) -> list[Seen]:
-        return watch(lambda: subject.observe(Probe(pattern), start, draft=draft, brief=brief))
-
     copy_ns = rates_for(start, subject.shape, subject.draft_shape).costs.copy_ns
-    drafting = see("g") if draft else []
-    return figures(
-        see("g", draft=False), see("c"), [*see("gc"), *see("gcccc")], see("s", brief=True), drafting, copy_ns
+
+    def see(probe: Callable[[], Probe], draft: bool = draft, brief: bool = False) -> list[Seen]:
+        beside = pace.beside(lambda: subject.observe(probe(), start, draft=draft, brief=brief))
+        if yards is not None:
+            yards.append(beside.yard)
+        return [replace(s, copy_ns=copy_ns).scaled(YARD_NS / beside.yard) for s in beside.found]
+
+    return Round(
+        alone=see(lambda: Probe("g"), draft=False),
+        drafting=see(lambda: Probe("g")) if draft else [],
+        on_cpu=see(lambda: Probe("c")),
+        halves=see(lambda: Probe("gc")),
+        prefetching=see(lambda: Prefetching("gc")),
+        fifths=see(lambda: Probe("gcccc")),
+        layered=see(lambda: Probe("gcc", whole=True)),
+        copying=see(lambda: Probe("s"), brief=True),
     )
 
 
-def profile(start: Machine, subject: Subject, rounds: list[Figures]) -> Machine:
-    """What the rounds say, as entries from which `rates_for` makes the same times again."""
-    found, spread = medians(rounds)
+def profile(start: Machine, subject: Subject, fitted: Fitted) -> Machine:
+    """What was fitted, as entries from which `rates_for` makes the same times again."""
+    found, rounds = fitted.all, fitted.rounds
     shape, draft = subject.shape, subject.draft_shape
     entries = dict(start.quantities)
 
     def put(entry: str, figure: str, what: str, value: float | None = None) -> None:
         scale, unit = (1.0, "") if figure == "overlap" else (1e3, " us")
-        low, high = (end / scale for end in spread[figure])
-        source = f"{what}: median of {len(rounds)} rounds, {low:.3g} to {high:.3g}{unit}"
-        entries[entry] = Quantity(float(getattr(found, figure) if value is None else value), "measured", source)
+        each = [getattr(one, figure) / scale for one in rounds]
+        source = f"{what}: {len(rounds)} rounds, alone {min(each):.3g} to {max(each):.3g}{unit}"
+        told = float(getattr(found, figure) if value is None else value)
+        entries[entry] = Quantity(max(0.0, told), "measured", source)  # a fit to disturbed times may fall below nothing
 
     for entry, (figure, what) in PLAIN.items():
         put(entry, figure, what)
@@ -104,6 +120,7 @@ PLAIN = {
     "gpu.expert_fixed": ("gpu_fixed", "an expert on the fast device, beside what grows with its tokens"),
     "gpu.step_fixed": ("step", "embedding, head and loop of a step"),
     "policy.layer": ("policy", "driver with a policy that decides nothing"),
+    "link.landing": ("landing", "a prefetch that lands: what it costs whoever launches work"),
     "link.arrival": ("arrival", "waiting for copies beyond their time: waking up, with cold caches"),
     "cpu.first_expert": ("cpu_first", "handing a layer to the CPU tier, which work on the fast device hides"),
     "cpu.expert_fixed": ("cpu_fixed", "an expert on the CPU tier, beside what grows with its tokens"),
@@ -111,6 +128,7 @@ PLAIN = {
         "hybrid",
         "a layer that uses the CPU tier, beyond its work: what nothing hides",
     ),
+    "cpu.beside": ("beside", "a layer on both tiers, beyond what one on the CPU tier alone costs"),
     "cpu.overlap": ("overlap", "share that both tiers lose to each other while both compute"),
 }
 # Entries that are a rate: the figure (ns) is what there is to do, divided by it.

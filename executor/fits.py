@@ -1,24 +1,24 @@
 """From observed steps to a machine's times: what a layer, an expert, a wait and a drafted token take here, in ns."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from statistics import median
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
 from ..traces.schema import Kind
 from .probe import Seen
+from .quiet import freaks
 from .times import LayerTimes
 
-Points = Sequence[tuple[float, float]]
 Price = Callable[[int], float]  # ns of an expert with so many tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
     """ns, but for `overlap`. dense: of a layer without its experts, by tokens and by tokens of context. Experts: of a
-    call, an expert and a token, on either tier alone. overlap: share of the time in which both tiers compute that each
-    loses."""
+    call, an expert and a token, on either tier alone. beside: what a layer on both takes longer. overlap: share of
+    the time in which both tiers compute that each loses.
+    """
 
     dense_fixed: float
     dense_token: float
@@ -32,8 +32,10 @@ class Figures:
     cpu_fixed: float
     cpu_token: float
     hybrid: float
+    beside: float
     overlap: float
     arrival: float
+    landing: float
     draft: float
 
     def scaled(self, factor: float) -> "Figures":
@@ -43,45 +45,66 @@ class Figures:
 
 
 def typical(values: Iterable[float]) -> float:
-    """Mean without the outer hundredth on either side: speed is a matter of means, so only a freak does not count."""
-    ordered = np.sort(np.fromiter(values, float))
-    cut = len(ordered) // 100
-    return float(ordered[cut : len(ordered) - cut].mean()) if len(ordered) else 0.0
+    """Mean of all but freaks."""
+    told = np.fromiter(values, float)
+    return float(told[~freaks(told)].mean()) if len(told) else 0.0
 
 
-def medians(rounds: Sequence[Figures]) -> tuple[Figures, dict[str, tuple[float, float]]]:
-    """The median of every figure over the rounds, and the least and most of it."""
-    names = [f.name for f in fields(Figures)]
-    columns = {name: [getattr(one, name) for one in rounds] for name in names}
-    return Figures(**{n: median(c) for n, c in columns.items()}), {n: (min(c), max(c)) for n, c in columns.items()}
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Steps with all experts on the fast device, without a draft in between and with one (none if there is none), all
+    on the CPU tier, a half of them there, the same while others are prefetched, four fifths there, all of two layers in
+    three, and all copied."""
+
+    alone: list[Seen] = field(default_factory=list)
+    drafting: list[Seen] = field(default_factory=list)
+    on_cpu: list[Seen] = field(default_factory=list)
+    halves: list[Seen] = field(default_factory=list)
+    prefetching: list[Seen] = field(default_factory=list)
+    fifths: list[Seen] = field(default_factory=list)
+    layered: list[Seen] = field(default_factory=list)
+    copying: list[Seen] = field(default_factory=list)
 
 
-def figures(
-    alone: Sequence[Seen],
-    on_cpu: Sequence[Seen],
-    both: Sequence[Seen],
-    copying: Sequence[Seen],
-    drafting: Sequence[Seen],
-    copy_ns: int,
-) -> Figures:
-    """One round: steps with all experts on the fast device, all on the CPU tier, on both, some of them copied, and with
-    a draft in between (may be empty). copy_ns: one expert over the emulated link."""
-    # Where a draft runs in between, caches are colder; so its steps are taken for those of several rows.
-    rows = [*(s for s in alone if s.times.tokens == 1), *(drafting or (s for s in alone if s.times.tokens > 1))]
-    dense = plane([(s.times.tokens, s.context + s.times.tokens, _before(s)) for s in rows])
-    call, *gpu = calls([(len(x.work), sum(n for n, _ in x.work), x.expert) for x in layers(rows)])
-    alone_on_cpu = [(late, x) for late, x in slowed(on_cpu, dense) if x.cpu_work]
-    base, *cpu = calls(
-        [(len(x.cpu_work), sum(n for n, _ in x.cpu_work), late + x.wall - x.policy) for late, x in alone_on_cpu]
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Figures of all rounds together, and of each alone."""
+
+    all: Figures
+    rounds: list[Figures]
+
+    def scaled(self, factor: float) -> "Fitted":
+        """Of a machine that takes `factor` times as long for everything."""
+        return Fitted(self.all.scaled(factor), [one.scaled(factor) for one in self.rounds])
+
+
+def fit(rounds: Sequence[Round]) -> Fitted:
+    """Figures of rounds that were observed at one speed of the machine."""
+    together = {f.name: [s for one in rounds for s in getattr(one, f.name)] for f in fields(Round)}
+    return Fitted(figures(Round(**together)), [figures(one) for one in rounds])
+
+
+def figures(seen: Round) -> Figures:
+    """What a layer, an expert, a wait and a drafted token took in these steps.
+
+    Plain decoding finds warm caches and a draft leaves cold ones: how much longer a step takes after it is the draft's.
+    """
+    warm = plane([(s.times.tokens, s.context + s.times.tokens, _before(s)) for s in seen.alone])
+    call, *gpu = calls([(len(x.work), sum(n for n, _ in x.work), x.expert) for x in layers(seen.alone)])
+    step, price, cold = max(0.0, typical(map(_ends, seen.alone))), priced(gpu), verifying(seen.drafting)
+    dense, cold_call, cold_step = _after_drafting(cold, warm, (call, price), step)
+    on_cpu = [x.cpu_work for x in layers([*seen.on_cpu, *seen.layered]) if x.cpu_work]
+    _, *cpu = calls([(len(work), sum(n for n, _ in work), sum(ns for _, ns in work)) for work in on_cpu])
+    used = [one for group in (seen.on_cpu, seen.halves, seen.fifths, seen.layered) for one in verifying(group)]
+    first, hybrid, beside, overlap = contention([slowed([s], dense) for s in used], (cold_call, price), priced(cpu))
+    drafted = [s.times for s in [*cold, *used] if s.times.draft and s.times.tokens > 1]
+    later = (
+        cold_step - step + max((len(s.layers) for s in drafted), default=0) * (dense[0] - warm[0] + cold_call - call)
     )
-    fast = priced(gpu)
-    first, hybrid, overlap = contention(slowed(both, dense), base, (call, fast), priced(cpu))
-    tails = [s.times.layers[0].before - _before(s) + s.times.tail for s in rows]
-    verifies = [s.times for s in drafting if s.times.kind is Kind.VERIFY]
     return Figures(
-        *dense,
-        step=typical(tails),
-        policy=typical(x.policy for x in layers(rows)),
+        *warm,
+        step=step,
+        policy=typical(x.policy for x in layers([*seen.alone, *seen.drafting])),
         gpu_call=call,
         gpu_fixed=gpu[0],
         gpu_token=gpu[1],
@@ -89,10 +112,33 @@ def figures(
         cpu_fixed=cpu[0],
         cpu_token=cpu[1],
         hybrid=hybrid,
+        beside=beside,
         overlap=overlap,
-        arrival=arrival(slowed(copying, dense), copy_ns, (call, fast)),
-        draft=typical(s.draft / (s.tokens - 1) for s in verifies if s.tokens > 1),
+        arrival=arrival(verifying(seen.copying), dense, (cold_call, price)),
+        landing=landing(seen.halves, seen.prefetching),
+        draft=typical((s.draft + later) / (s.tokens - 1) for s in drafted),
     )
+
+
+def _after_drafting(
+    cold: Sequence[Seen], warm: tuple[float, float, float], gpu: tuple[float, Price], step: float
+) -> tuple[tuple[float, float, float], float, float]:
+    """A layer without its experts, a call and a step's ends after a draft; each is at least what it is without one."""
+    if not cold:
+        return warm, gpu[0], step
+    fixed = typical(_before(s) - _grown(s, warm) for s in cold)
+    call = typical(x.expert - sum(gpu[1](n) for n, _ in x.work) for x in layers(cold) if x.work)
+    return (max(warm[0], fixed), *warm[1:]), max(gpu[0], call), max(step, typical(map(_ends, cold)))
+
+
+def _ends(seen: Seen) -> float:
+    """A step's beginning and end: embedding, head and loop."""
+    return seen.times.layers[0].before - _before(seen) + seen.times.tail
+
+
+def verifying(seen: Sequence[Seen]) -> list[Seen]:
+    """The steps that verify drafts; where none does, all."""
+    return [s for s in seen if s.times.kind is Kind.VERIFY] or list(seen)
 
 
 def layers(seen: Iterable[Seen]) -> list[LayerTimes]:
@@ -105,37 +151,25 @@ def _before(seen: Seen) -> float:
     return float(np.mean([x.before for x in times[1:] or times]))
 
 
+def _grown(seen: Seen, dense: tuple[float, float, float]) -> float:
+    """What of a layer without its experts grows with tokens and context."""
+    rows = seen.times.tokens
+    return dense[1] * rows + dense[2] * (seen.context + rows)
+
+
 def priced(fitted: Sequence[float]) -> Price:
     fixed, slope = fitted
     return lambda tokens: fixed + slope * tokens
 
 
-def line(points: Points) -> tuple[float, float]:
-    """Fixed part and slope (ns) of (tokens, ns), from the typical time of each number of tokens.
-
-    Where a disturbance makes the fixed part negative, growth cannot be told and all of it is called fixed.
-    """
-    flat = typical(ns for _, ns in points), 0.0
-    tokens = sorted({n for n, _ in points})
-    if len(tokens) < 2:
-        return flat
-    means = [typical(ns for n, ns in points if n == t) for t in tokens]
-    counts = [sum(n == t for n, _ in points) for t in tokens]
-    slope, fixed = np.polyfit(tokens, means, 1, w=np.sqrt(counts))
-    return (float(fixed), max(0.0, float(slope))) if fixed > 0 else flat
-
-
 def plane(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
     """Fixed part, slope by tokens and slope by context of (tokens, context, ns), none of them below 0.
 
-    Least squares. The slowest and the fastest hundredth of each number of tokens do not count.
+    Least squares, without freaks.
     """
-    kept = []
-    for tokens in sorted({p[0] for p in points}):
-        same = sorted((p for p in points if p[0] == tokens), key=lambda p: p[2])
-        cut = len(same) // 100
-        kept += same[cut : len(same) - cut]
-    table = np.array(kept, float).reshape(-1, 3)
+    table = np.array(points, float).reshape(-1, 3)
+    if len(table):
+        table = table[~freaks(table[:, 2])]
     columns = np.column_stack([np.ones(len(table)), table[:, :2]])
     told = np.ptp(table[:, 1] - table[:, 0]) > 0  # whether context is more than the tokens themselves
     choices = ((0, 1, 2), (0, 1), (0, 2), (0,)) if told else ((0, 1), (0,))
@@ -144,8 +178,9 @@ def plane(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, f
 
 def calls(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
     """ns of a call, an expert and a token, from (experts, tokens, ns) of layers whose experts were computed at once."""
-    ordered = sorted(points, key=lambda p: p[2] / p[0])  # the slowest hundredth does not count
-    kept = np.array(ordered[: len(ordered) - len(ordered) // 100], float).reshape(-1, 3)
+    kept = np.array(points, float).reshape(-1, 3)
+    if len(kept):
+        kept = kept[~freaks(kept[:, 2] / kept[:, 0])]
     columns = np.column_stack([np.ones(len(kept)), kept[:, :2]])
     found = positive(columns, kept[:, 2], ((0, 1, 2), (0, 1), (1, 2), (1,), (0, 2)))
     return tuple(found)  # type: ignore[return-value]
@@ -170,46 +205,82 @@ def slowed(seen: Iterable[Seen], dense: tuple[float, float, float]) -> list[tupl
     """
     found = []
     for s in seen:
-        rows = s.times.tokens
-        price = dense[0] + dense[1] * rows + dense[2] * (s.context + rows)
+        price = dense[0] + _grown(s, dense)
         found += [(x.before - price, x) for x in s.times.layers[1:]]
     return found
 
 
 def contention(
-    layers: Sequence[tuple[float, LayerTimes]], base: float, gpu: tuple[float, Price], cpu: Price
-) -> tuple[float, float, float]:
-    """Of what a layer on the CPU tier costs beside its experts (`base`): the part that other work hides, and the part
-    that nothing does; and the share of the time in which both tiers compute that each loses.
+    steps: Iterable[Sequence[tuple[float, LayerTimes]]], gpu: tuple[float, Price], cpu: Price
+) -> tuple[float, float, float, float]:
+    """Of what a layer on the CPU tier costs beside its experts: the part that other work hides, and the part that
+    nothing does; what it costs more on both tiers; and the share of the time in which both compute that each loses.
 
-    layers: of both tiers, as `slowed` gives them. gpu: ns of a call and of an expert, cpu: of an expert, alone.
+    steps: layers as `slowed` gives them, some on the CPU tier, alone or beside the device. They are taken together:
+    whoever has waited for the CPU tier is slower for longer than that layer. gpu: ns of a call and of an expert, cpu:
+    of an expert, alone.
     """
-    both = [(late + x.wall - x.policy, x) for late, x in layers if x.cpu_work and x.work]
-    if not both:
-        return base, 0.0, 0.0
-    wall = np.array([ns for ns, _ in both])
-    fast = np.array([gpu[0] + sum(gpu[1](n) for n, _ in x.work) for _, x in both])
-    slow = np.array([sum(cpu(n) for n, _ in x.cpu_work) for _, x in both])
-    best, answer = np.inf, (base, 0.0, 0.0)
-    for first in np.linspace(0, base, 33):
-        beside = np.minimum(fast, first + slow)
-        lost = wall - np.maximum(fast, first + slow) - (base - first)
-        share = max(0.0, float(lost @ beside)) / max(1.0, float(beside @ beside))  # none where nothing overlapped
-        error = float(((lost - share * beside) ** 2).sum())
+    table = []  # of each step: ns in all, and of each layer the device's work, the CPU tier's, and whether it has any
+    for step in steps:
+        fast = [gpu[0] + sum(gpu[1](n) for n, _ in x.work) if x.work else 0.0 for _, x in step]
+        slow = [sum(cpu(n) for n, _ in x.cpu_work) for _, x in step]
+        table.append(
+            (sum(late + x.wall - x.policy for late, x in step), fast, slow, [bool(x.cpu_work) for _, x in step])
+        )
+    if not table:
+        return 0.0, 0.0, 0.0, 0.0
+    wall, fast, slow, uses = (np.array(column, float) for column in zip(*table, strict=True))
+    usual = ~freaks(wall)
+    wall, fast, slow, uses = wall[usual], fast[usual], slow[usual], uses[usual]
+    best, answer = np.inf, (0.0, 0.0, 0.0, 0.0)
+    both = ((fast > 0) * uses).sum(1)
+    apart = ((0, 1), (0,), (1,)) if both.any() else ((0,),)
+    most = float((wall - slow.sum(1)).sum() / max(1.0, uses.sum()))
+    for first in np.linspace(0, max(0.0, most), 33):
+        tier = slow + first * uses
+        lost = wall - np.maximum(fast, tier).sum(1)
+        columns = np.column_stack([uses.sum(1), both, np.minimum(fast, tier).sum(1)])
+        told = positive(columns, lost, (*apart, *((*some, 2) for some in apart)) if both.any() else apart)
+        if told[2] > 1:  # neither can lose more than all of it
+            told = positive(columns, lost, apart)
+        error = float(((lost - columns @ told) ** 2).sum())
         if error < best:
-            best, answer = error, (float(first), float(base - first), share)
+            best, answer = error, (float(first), *map(float, told))
     return answer
 
 
-def arrival(layers: Sequence[tuple[float, LayerTimes]], copy_ns: int, gpu: tuple[float, Price]) -> float:
-    """What waiting for copies costs beyond their time, from layers all of whose experts were copied (`slowed`).
+def arrival(seen: Iterable[Seen], dense: tuple[float, float, float], gpu: tuple[float, Price]) -> float:
+    """What waiting for copies costs beyond their time, from steps all of whose experts were copied.
 
     Where each copy takes longer than the work on the one before, a layer takes its copies' time, the work on the last
     expert, and this: waking up, and working with what others left in the caches.
     """
     late: list[float] = []
-    for slower, x in layers:
-        work = [gpu[0] + gpu[1](n) for n, _ in x.work]
-        if work and all(ns < copy_ns for ns in work):
-            late.append(slower + x.wall - x.policy - len(work) * copy_ns - work[-1])
+    for s in seen:
+        for slower, x in slowed([s], dense):
+            work = [gpu[0] + gpu[1](n) for n, _ in x.work]
+            if work and all(ns < s.copy_ns for ns in work):
+                late.append(slower + x.wall - x.policy - len(work) * s.copy_ns - work[-1])
     return max(0.0, typical(late))
+
+
+def landing(without: Sequence[Seen], prefetching: Sequence[Seen]) -> float:
+    """What a prefetch that lands costs whoever launches work, from the same steps without prefetches and with them.
+
+    How much longer each step takes grows by this with the copies that landed in it; what it takes longer without any is
+    the machine's doing.
+    """
+    pairs = [(one, other) for one, other in zip(without, prefetching, strict=False) if other.copy_ns]
+    if not pairs:
+        return 0.0
+    before, after = (np.array([_without_policy(s) for s in side], float) for side in zip(*pairs, strict=True))
+    landed = np.array([other.times.busy.get("prefetch", 0) / other.copy_ns for _, other in pairs])
+    usual = ~(freaks(before) | freaks(after))
+    if not usual.any() or np.ptp(landed[usual]) == 0:
+        return 0.0
+    slope, _ = np.polyfit(landed[usual], (after - before)[usual], 1)
+    return max(0.0, float(slope))
+
+
+def _without_policy(seen: Seen) -> int:
+    return seen.times.wall_ns - sum(x.policy for x in seen.times.layers)

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter_ns
+from time import perf_counter_ns, thread_time_ns
 from typing import NamedTuple
 
 import torch
@@ -158,6 +158,7 @@ class Link:
         self._free_at = 0
         self._idle, self._woken = True, 0
         self.meter = Meter({"demand": 0, "prefetch": 0})
+        self.asked_ns = 0  # of this thread's own time, spent on asking the policy what to prefetch
         self.last_use: dict[int, object] = {}  # slot -> the moment after which it may be overwritten
         shared.start("link", self._loop, self._work)
 
@@ -258,7 +259,9 @@ class Link:
             self._aside, copy.fresh = copy, True
             copy = None
         if copy is None:
+            begin = thread_time_ns()
             copy = self._choose()
+            self.asked_ns += thread_time_ns() - begin
         self._current = copy
         return copy
 

@@ -13,7 +13,7 @@ from ..traces.errors import InputError
 from ..traces.reader import open_trace
 from ..traces.schema import Kind
 from .session import Result
-from .times import StepTimes
+from .times import StepTimes, decision_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,7 @@ def _steps(result: Result) -> list[StepTimes]:
 
 def priced_by_run(machine: Machine, steps: Sequence[StepTimes]) -> Machine:
     """The machine with the run's own decision time."""
-    layers = [layer for step in steps for layer in step.layers]
-    return with_policy_time(machine, sum(layer.policy for layer in layers) / max(1, len(layers)))
+    return with_policy_time(machine, decision_ns(steps))
 
 
 def with_policy_time(machine: Machine, ns: float, source: str = "mean of the run") -> Machine:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 
-from ..policies.interface import Demand, Key, Policy, Setup, View, Where
+from ..policies.interface import Demand, Key, Policy, Setup, StepInfo, View, Where
 from ..simulator.machine import Machine
 from ..traces.prompts import encode, read_prompts
 from ..traces.schema import DraftShape, Header, Kind, ModelShape, Provenance, Step
@@ -16,6 +16,7 @@ from ..traces.views import View as TraceView
 from .live import Live
 from .models import Models
 from .moe import attach
+from .quiet import steady
 from .replay import Rig, replay
 from .session import Settings, make_host
 from .store import HostStore
@@ -23,19 +24,24 @@ from .times import StepTimes
 
 MANY = 9  # rows of a step with a draft of 8
 DRAFTS = 4
-PROMPT, TOKENS = 8 * MANY + 1, 20  # of a run
-BRIEF = 3 * MANY + 1, 8  # of one in which copies take most of the time
-SHORT = 2 * MANY + 1, 16  # of a yardstick
+PROMPT, TOKENS = 8 * MANY + 1, 40  # of a run, and of each half of a yardstick
+BRIEF = 3 * MANY + 1  # prompt of one in which copies take most of the time; it has a third of the tokens
 WARM_UP = 2  # steps of each kind that are not counted
 ROWS = (1, DRAFTS + 1, MANY)
+HOMES = {"g": Where.GPU, "c": Where.CPU, "s": Where.STREAM}
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One observed step and the tokens that were in the cache before it."""
+    """One observed step, the tokens in the cache before it, and what a copy takes on an emulated link (ns)."""
 
     context: int
     times: StepTimes
+    copy_ns: int = 0
+
+    def scaled(self, factor: float) -> "Seen":
+        """On a machine that takes `factor` times as long for everything, a copy too."""
+        return Seen(self.context, self.times.scaled(factor), round(self.copy_ns * factor))
 
 
 class Subject(Protocol):
@@ -64,36 +70,57 @@ class Subject(Protocol):
 
 
 class Probe(Policy):
-    """Sends a layer's i-th needed expert where `pattern[i % len]` says: g(pu), c(pu), or s: streamed.
+    """Gives every expert one home: e of layer l is where `pattern[(e + l) % len]` says: g(pu), c(pu), or s: streamed.
 
-    Layer l begins at letter l of the pattern, so that layers differ. A pattern with an s streams every expert, and none
-    is resident. residents: experts of each layer that are, the first ones (None: all).
+    As under a placement that never changes, what a tier computes lies in its own memory and nowhere else in the caches.
+    experts: how many of each layer are used, the first ones (None: all). whole: all of layer l are where
+    `pattern[l % len]` says.
     """
 
     name: ClassVar[str] = "calibration"
 
-    def __init__(self, pattern: str = "g", residents: int | None = None) -> None:
-        self.pattern, self.residents = pattern, residents
+    def __init__(self, pattern: str = "g", experts: int | None = None, whole: bool = False) -> None:
+        self.pattern, self.experts, self.whole = pattern, experts, whole
 
     def setup(self, setup: Setup) -> None:
         self._setup = setup
 
     def placement(self) -> Iterable[Key]:
-        held = range(self._setup.experts if self.residents is None else self.residents)
-        return [] if "s" in self.pattern else [Key(la, e) for la in range(self._setup.layers) for e in held]
+        used = range(self._setup.experts if self.experts is None else self.experts)
+        return [Key(la, e) for la in range(self._setup.layers) for e in used if self._home(la, e) is Where.GPU]
 
     def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
-        places = {"g": Where.GPU, "c": Where.CPU, "s": Where.STREAM}
-        pattern, first = self.pattern, demand.layer
-        return [(e, places[pattern[(i + first) % len(pattern)]]) for i, e in enumerate(demand.experts)]
+        return [(e, self._home(demand.layer, e)) for e in demand.experts]
+
+    def _home(self, layer: int, expert: int) -> Where:
+        at = layer if self.whole else layer + expert
+        return HOMES[self.pattern[at % len(self.pattern)]]
+
+
+class Prefetching(Probe):
+    """Prefetches the experts that are the CPU tier's, one after another from the prompt's end on; they stay its all the
+    same."""
+
+    def setup(self, setup: Setup) -> None:
+        super().setup(setup)
+        used = range(setup.experts if self.experts is None else self.experts)
+        every = (Key(la, e) for la in range(setup.layers) for e in used)
+        self._wanted = [key for key in every if self._home(*key) is Where.CPU]
+        self._begun = False
+
+    def step_begins(self, step: StepInfo) -> None:
+        self._begun = self._begun or step.kind is not Kind.PREFILL
+
+    def next_fetch(self, view: View) -> Key | None:
+        return self._wanted.pop() if self._begun and self._wanted else None
 
 
 @dataclass(frozen=True, slots=True)
 class PairSubject:
-    """A pair of models: short runs of the real loop on the real clock; `times` as many tokens give steadier means."""
+    """A pair of models: short runs of the real loop on the real clock; more `tokens` give steadier means."""
 
     models: Models
-    times: int = 1
+    tokens: int = TOKENS
 
     @property
     def shape(self) -> ModelShape:
@@ -117,12 +144,12 @@ class PairSubject:
         return self.models.experts[0]
 
     def observe(self, probe: Probe, machine: Machine, draft: bool = False, brief: bool = False) -> list[Seen]:
-        prompt, tokens = BRIEF if brief else (PROMPT, TOKENS)
-        return self._observe(probe, machine, draft, prompt, tokens * self.times)
+        prompt, tokens = (BRIEF, self.tokens // 3) if brief else (PROMPT, self.tokens)
+        return self._observe(probe, machine, draft, prompt, tokens)
 
     def yardstick(self, machine: Machine) -> int:
-        seen = [s for p in ("g", "gc") for s in self._observe(Probe(p), machine, True, *SHORT)]
-        return sum(s.times.wall_ns for s in seen)
+        seen = [s for pattern in ("g", "gc") for s in self.observe(Probe(pattern), machine, draft=True)]
+        return steady([s.times.wall_ns for s in seen])
 
     def _observe(self, probe: Probe, machine: Machine, draft: bool, prompt: int, tokens: int) -> list[Seen]:
         pair = self.models.pair
@@ -180,14 +207,14 @@ class RigSubject:
         return self.rig.module
 
     def observe(self, probe: Probe, machine: Machine, draft: bool = False, brief: bool = False) -> list[Seen]:
-        probe = Probe(probe.pattern, self.slots)
+        probe.experts = self.slots
         header = Header(self.shape, Provenance.SYNTHETIC, "calibration")
         trace = TraceView(header, lambda: iter(self._steps(4 if brief else 8)))
         total = self.slots * len(self.shape.moe_layers)
         return _warm([Seen(0, s) for s in replay(self.rig, trace, probe, Settings(machine, total)).times])
 
     def yardstick(self, machine: Machine) -> int:
-        return sum(s.times.wall_ns for s in self.observe(Probe("gc"), machine, brief=True))
+        return steady([s.times.wall_ns for s in self.observe(Probe("gc"), machine, brief=True)])
 
     def _steps(self, count: int) -> list[Step]:
         """Steps of 1, 5 and 9 rows in turn; experts of several rows come from twice as many as one row needs."""

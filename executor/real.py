@@ -148,7 +148,7 @@ class RealHost:
         torch.set_num_threads(self._threads_before)
 
     def _meters(self) -> dict[str, int]:
-        return {**self._link.meter.spent, "cpu": self._cpu.meter.spent["busy"]}
+        return {**self._link.meter.spent, "cpu": self._cpu.meter.spent["busy"], "asked": self._link.asked_ns}
 
     def _ask(self, call: Call, routed: Routed) -> Plan:
         if routed.ahead is not None:

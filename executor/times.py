@@ -1,6 +1,7 @@
 """Where the time of a live step went, in the fast device's own order of work (on CUDA by events, else by the clock)."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from ..traces.schema import Kind
 
@@ -28,13 +29,19 @@ class LayerTimes:
     def policy(self) -> int:
         return self.wall - self.expert - self.wait_copy - self.wait_cpu
 
+    def scaled(self, factor: float) -> "LayerTimes":
+        """Of a machine that takes `factor` times as long for everything."""
+        parts = (round(ns * factor) for ns in (self.before, self.wall, self.wait_copy, self.wait_cpu))
+        lists = ([(n, round(ns * factor)) for n, ns in work] for work in (self.work, self.cpu_work))
+        return LayerTimes(*parts, *lists)
+
 
 @dataclass(slots=True)
 class StepTimes:
     """One forward pass. `draft` is the drafting before it, `tail` the time from the last layer's end to the step's.
 
     `busy`: ns that the link spent on demand and on prefetches and the CPU tier on experts, from the end of the step
-    before to this one's.
+    before to this one's; and, under "asked", what its thread spent on asking the policy what to prefetch.
     """
 
     kind: Kind
@@ -47,6 +54,12 @@ class StepTimes:
     @property
     def wall_ns(self) -> int:
         return self.draft + sum(x.before + x.wall for x in self.layers) + self.tail
+
+    def scaled(self, factor: float) -> "StepTimes":
+        """Of a machine that takes `factor` times as long for everything."""
+        busy = {name: round(ns * factor) for name, ns in self.busy.items()}
+        drafting, tail = round(self.draft * factor), round(self.tail * factor)
+        return replace(self, draft=drafting, layers=[x.scaled(factor) for x in self.layers], tail=tail, busy=busy)
 
     def split(self) -> dict[str, int]:
         """ns of the step by what they went to, named as the simulator names them; they add up to `wall_ns`.
@@ -65,6 +78,14 @@ class StepTimes:
         wait_copy, wait_cpu = (sum(getattr(x, name) for x in self.layers) for name in ("wait_copy", "wait_cpu"))
         copies = self.busy.get("demand", 0) + self.busy.get("prefetch", 0)
         return {"link": copies, "link_exposed": wait_copy, "cpu": self.busy.get("cpu", 0), "cpu_exposed": wait_cpu}
+
+
+def decision_ns(steps: Sequence[StepTimes]) -> float:
+    """Mean ns of a layer that went into deciding: on the main thread, and on the link's, which is asked for prefetches
+    and takes the interpreter from the main one meanwhile."""
+    layers = [x for step in steps for x in step.layers]
+    asked = sum(step.busy.get("asked", 0) for step in steps)
+    return (sum(x.policy for x in layers) + asked) / max(1, len(layers))
 
 
 def exposed(steps: list[StepTimes]) -> dict[str, float | None]:

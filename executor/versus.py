@@ -1,17 +1,18 @@
 """Simulator against live on this machine: hit rates and time per output token (TPOT) of both, policy by policy.
 
-A shared machine's speed changes by the second and by more than the model errs. So a yardstick, a short piece of fixed
-work, is timed beside every run and between all measurements of the calibration: all calibrated times are kept as
-multiples of it, and a run is predicted with the yardstick before and after it. What others disturb is repeated. What
-is compared is the median over the repetitions. A policy's decision time is charged as it was in the other
-repetitions, so no run helps to predict itself.
+A shared machine's speed changes by the second and by more than the model errs. So a yardstick, a piece of fixed work,
+is timed before and after every run and every measurement of the calibration (`quiet.Pace`): calibrated times are kept
+as multiples of it, and a run is predicted at the speed of those beside it. What others disturb is repeated, together
+with its yardsticks. What is compared is the median over the repetitions. A policy's decision time is charged as it
+was in the other repetitions, so no run helps to predict itself.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any, Protocol
 
 from ..policies.driver import Counters, Driver
@@ -25,19 +26,19 @@ from ..traces.reader import open_trace
 from ..traces.schema import Kind
 from ..traces.speculate import Options
 from ..traces.views import Steps
-from .calibrate import EmulatedLink, blank, observe_round, profile
-from .fits import Figures
+from .calibrate import YARD_NS, EmulatedLink, blank, observe_round, profile
+from .fits import Round, fit
 from .models import Models
 from .predict import per_token, with_policy_time
-from .probe import PairSubject, RigSubject, Seen, Subject
-from .quiet import undisturbed
+from .probe import PairSubject, RigSubject, Subject
+from .quiet import Pace
 from .replay import Rig, first_steps, replay
 from .session import Settings, run
-from .times import StepTimes
+from .times import StepTimes, decision_ns
 
 HITS_POINTS = 1.0  # how far hit rates may be apart
 TPOT_ERROR = 0.10
-CALIBRATION = 2  # times the tokens of an ordinary one
+TOKENS = 80  # of a measurement of the calibration: twice an ordinary one's, so that it is as long as a run
 APART = 0.10  # policies that differ by more must come in the same order
 
 
@@ -123,10 +124,11 @@ class PairStage:
     folder: Path
     name: str = "embedded pair"
     pauses: bool = False
+    tokens: int = TOKENS
 
     @property
     def subject(self) -> Subject:
-        return PairSubject(self.models, CALIBRATION)
+        return PairSubject(self.models, self.tokens)
 
     def live(self, cell: Cell, machine: Machine) -> Sample:
         result = run(self.models, load_policy(cell.policy), self.prompts, self._settings(cell, machine))
@@ -181,10 +183,8 @@ class RigStage:
 def live_sample(times: Sequence[StepTimes], tokens: int, count: Counters, read_ns: int = 0) -> Sample:
     """What a live run's steps after prefill come to, without the `read_ns` in which the draft read the prompts."""
     steps = [s for s in times if s.kind is not Kind.PREFILL]
-    layers = [x for s in steps for x in s.layers]
-    decide = sum(x.policy for x in layers) / max(1, len(layers))
     split = per_token([*(s.split() for s in steps), {"draft": -read_ns}], tokens)
-    return Sample(sum(split.values()), _hits(count), split, decide)
+    return Sample(sum(split.values()), _hits(count), split, decision_ns(steps))
 
 
 def simulated_sample(
@@ -228,51 +228,32 @@ def contest(
     Policies hear the costs of the first calibration, live and simulated.
     """
     rows = [Row(cell) for cell in cells]
-    start = Machine("this-machine", "", blank(stage.subject, EmulatedLink()))
-    rounds: list[Figures] = []
+    subject = stage.subject
+    start = Machine("this-machine", "", blank(subject, EmulatedLink()))
+    pace = Pace(lambda: subject.yardstick(start))
+    rounds: list[Round] = []
 
     def measure() -> None:
         tell("measuring the machine")
-        rounds.append(_in_yards(stage.subject, start))
+        rounds.append(observe_round(subject, start, pace))
 
     measure()
-    first = profile(start, stage.subject, [rounds[0].scaled(_yard(stage.subject, start))])
+    first = profile(start, subject, fit(rounds).scaled(pace.yard / YARD_NS))
     for number in range(repetitions):
         for i in range(len(rows)):  # every repetition begins with another cell
             row = rows[(i + number * len(rows) // repetitions) % len(rows)]
             tell(f"repetition {number + 1} of {repetitions}: {row.cell.policy}, {row.cell.slots} slots")
-            _run(stage, row, first, start)
+            beside = pace.beside(partial(stage.live, row.cell, linked(first, row.cell.link)))
+            row.live.append(beside.found)
+            row.yards.append(beside.yard)
+            row.others.append(beside.taken)
         measure()
+    fitted = fit(rounds)
     for row in rows:
         tell(f"predicting {row.cell.policy}, {row.cell.slots} slots")
-        here = [profile(start, stage.subject, [one.scaled(yard) for one in rounds]) for yard in row.yards]
+        here = [profile(start, subject, fitted.scaled(yard / YARD_NS)) for yard in row.yards]
         _predict(stage, row, first, here)
     return rows
-
-
-def _yard(subject: Subject, start: Machine) -> int:
-    return undisturbed(lambda: subject.yardstick(start))[0]
-
-
-def _in_yards(subject: Subject, start: Machine) -> Figures:
-    """A round of calibration in multiples of the yardstick, which is timed before and after each measurement."""
-    yards = [_yard(subject, start)]
-
-    def watch(measure: Callable[[], list[Seen]]) -> list[Seen]:
-        seen, _ = undisturbed(measure)
-        yards.append(_yard(subject, start))
-        return seen
-
-    return observe_round(subject, start, watch).scaled(1 / fmean(yards))
-
-
-def _run(stage: Stage, row: Row, first: Machine, start: Machine) -> None:
-    """Once, live, between two yardsticks."""
-    before = _yard(stage.subject, start)
-    sample, taken = undisturbed(lambda: stage.live(row.cell, linked(first, row.cell.link)))
-    row.live.append(sample)
-    row.yards.append(fmean([before, _yard(stage.subject, start)]))
-    row.others.append(taken)
 
 
 def linked(machine: Machine, link: EmulatedLink) -> Machine:

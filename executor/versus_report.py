@@ -3,9 +3,10 @@
 import os
 import platform
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
-from .quiet import TAKEN
+from .quiet import TAKEN, TRIES
 from .versus import APART, HITS_POINTS, TPOT_ERROR, Row, orders
 
 Part = tuple[str, str, Sequence[Row]]  # title, what ran, rows
@@ -20,22 +21,19 @@ after the prompt (ms): the median of the repetitions, with least and most in bra
 over the repetitions of simulated / live - 1, so +5 % is a simulation that is too slow. `virtual` says whether
 the run on the virtual clock counted exactly what the simulator counts on its trace.
 
-How it was measured: the speed of a shared machine changes by the second. So a yardstick, a short piece of
-fixed work (drafting and verifying with all experts on the fast device, then on both tiers), is timed before and
-after every run and between all measurements of the calibration. Calibrated times are kept as multiples of the
-yardstick, their medians over all rounds (calibration and runs take turns), and a run is predicted with the
-yardstick beside it. A measurement during which other processes took more than {taken:g} of a core is repeated.
-Policies hear the costs of the first calibration, live and simulated. A policy's decision time is charged as the
-mean that it had in the *other* repetitions (their median, in yardsticks); all else comes from the calibration,
-which runs none of these policies. The device is emulated: slots in RAM stand for its memory, the link takes the
-time that the row says (and 20 us a copy), and both tiers are threads on the same cores. It is the same code as
-on a GPU but for the CUDA calls; nothing here was run on a GPU.
-
-What is known to be off: compare `draft` below, which no policy and no tier touches: where its simulated time
-is short of the live one, so is the calibration as a whole, and every row with it. Beyond that, a policy that
-prefetches all the time (hybrimoe) is slower live in `dense` and `expert`; the likely reason, not proven, is that
-the emulated link's thread is Python and slows the main one, which nothing charges. And a policy that decides by
-times it measures (`moe-spac`) hears their spread live and not when simulated, so its hits can differ.
+How it was measured: the speed of a shared machine changes by the second, and in bursts. So a yardstick, as much
+drafting and verifying as two measurements of the calibration (all experts on the fast device, then half of them on
+either tier), is timed before and after every run and every measurement, and they count together or not at all: where
+other processes took more than {taken:g} of a core from the first yardstick's beginning to the second's end, all is
+repeated, and after {tries} tries the least disturbed counts. Calibrated times are kept as multiples of the yardstick
+and fitted over all rounds (calibration and runs take turns), and a run is predicted at the speed of the yardsticks
+beside it; a copy takes what the emulated link says at any speed. Policies hear the costs of the first calibration,
+live and simulated. A policy's decision time is charged as the mean that it had in the *other* repetitions (their
+median, in yardsticks), with what the link's thread spends on asking it for prefetches, because that keeps the
+interpreter from the main thread. All else comes from the calibration, which runs none of these policies. The device
+is emulated: slots in RAM stand for its memory, the link takes the time that the row says (and 20 us a copy), and both
+tiers are threads on the same cores. It is the same code as on a GPU but for the CUDA calls; nothing here was run on a
+GPU.
 
 What is asked: hits within {points:g} point, TPOT within {tpot:.0%}, and the same order of policies wherever
 they differ live by more than {apart:.0%} with the same link and slots.
@@ -48,7 +46,7 @@ def page(parts: Sequence[Part], command: str) -> str:
     """Markdown; `command` made it."""
     said = HEAD.format(
         command=command,
-        points=HITS_POINTS, tpot=TPOT_ERROR, apart=APART, taken=TAKEN, machine=machine(),
+        points=HITS_POINTS, tpot=TPOT_ERROR, apart=APART, taken=TAKEN, tries=TRIES, machine=machine(),
     )  # fmt: skip
     return said + "".join(_part(*part) for part in parts)
 
@@ -58,7 +56,10 @@ def machine() -> str:
 
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     what = f"{platform.machine()}, {os.cpu_count()} cores, kernels {describe()['kernels']}"
-    return f"{what}, Python {platform.python_version()}; load {load:.1f} at the end, of which these runs are 1 to 2."
+    urgent = hasattr(os, "sched_getscheduler") and os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR)
+    first = "; at real-time priority, before all other processes" if urgent else ""
+    said = f"load {load:.1f} at the end, of which these runs are 1 to 2{first}"
+    return f"{what}, Python {platform.python_version()}; {said}."
 
 
 def verdict(rows: Sequence[Row]) -> str:
@@ -99,11 +100,11 @@ def _speeds(rows: Sequence[Row]) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    live, simulated = ([s.hits for s in side] for side in (row.live, row.simulated))
+    live, simulated = (median(s.hits for s in side) for side in (row.live, row.simulated))
     spread = sorted(s.tpot for s in row.live)
     return [
         _rate(row), str(row.cell.slots), row.cell.policy,
-        f"{live[len(live) // 2]:.3f}", f"{simulated[len(simulated) // 2]:.3f}", "exact" if row.exact else "differs",
+        f"{live:.3f}", f"{simulated:.3f}", "exact" if row.exact else "differs",
         f"{row.measured:.2f} [{spread[0]:.2f}, {spread[-1]:.2f}]", f"{row.predicted:.2f}", f"{row.error:+.1%}",
         "" if row.good() else "off",
     ]  # fmt: skip
@@ -117,8 +118,13 @@ NAMES = ("draft", "step", "dense", "expert", "wait_copy", "wait_cpu", "hybrid", 
 
 
 def _splits(rows: Sequence[Row]) -> str:
-    """Where the time went, by cause: medians over a policy's rows. Live, a hybrid layer's cost is in its waits."""
-    lines = ["\nms of an output token by cause, live / simulated, means over the rows of a policy:\n"]
+    """Where the time went, by cause: means over a policy's rows."""
+    lines = [
+        "\nms of an output token by cause, live / simulated, means over the rows of a policy. Live, what something "
+        "leaves behind is seen in what comes next; simulated, it is charged where it comes from: cold caches after "
+        "drafting to `draft`, waking up to `wait_copy` and `hybrid`, asking for prefetches and their landing to "
+        "`policy`.\n"
+    ]
     lines += ["| policy | " + " | ".join(NAMES) + " |", "| --- |" + " ---: |" * len(NAMES)]
     for policy in dict.fromkeys(row.cell.policy for row in rows):
         sides = []

@@ -1,13 +1,26 @@
 """A calibrated profile gives back what was measured, and the prediction adds up."""
 
+from dataclasses import fields, replace
+
 import numpy as np
 import pytest
 
 from moe_spac.executor.calibrate import EmulatedLink, blank, calibrate, profile
 from moe_spac.executor.copies import fit_copies
-from moe_spac.executor.fits import Figures, arrival, contention, figures, line, plane, typical
+from moe_spac.executor.fits import (
+    Figures,
+    Fitted,
+    Round,
+    arrival,
+    contention,
+    figures,
+    fit,
+    landing,
+    plane,
+    typical,
+)
 from moe_spac.executor.predict import predict
-from moe_spac.executor.probe import PairSubject, Probe, Seen
+from moe_spac.executor.probe import PairSubject, Prefetching, Probe, Seen
 from moe_spac.executor.session import Settings, run
 from moe_spac.executor.times import LayerTimes, StepTimes
 from moe_spac.policies.load import load_policy
@@ -15,7 +28,7 @@ from moe_spac.simulator.machine import Machine, parse_machine, rates_for, show_m
 from moe_spac.traces.schema import Kind
 from moe_spac.traces.speculate import Options
 
-FIGURES = Figures(10_000, 500, 2, 1_000, 50, 150, 2_000, 300, 900, 4_000, 400, 700, 0.25, 60, 80_000)
+FIGURES = Figures(10_000, 500, 2, 1_000, 50, 150, 2_000, 300, 900, 4_000, 400, 700, 800, 0.25, 60, 5_000, 80_000)
 
 
 def seen(kind: Kind, rows: int, context: int, work=(), cpu_work=(), lost=0, wait_copy=0, draft=0) -> Seen:
@@ -31,9 +44,11 @@ def seen(kind: Kind, rows: int, context: int, work=(), cpu_work=(), lost=0, wait
     return Seen(context, StepTimes(kind, rows, draft=draft, layers=layers, tail=700))
 
 
-def one_round() -> Figures:
+def one_round() -> Round:
     alone = [seen(Kind.DECODE, 1, c, [(1, 2_375)] * 2) for c in (50, 60, 70, 80)]
     alone += [seen(Kind.DECODE, 1, c, [(1, 2_350)] * 3) for c in (50, 60, 70, 80)]
+    alone += [seen(Kind.DECODE, 1, 60, [(1, 2_000_000)] * 3)]  # the machine stood still
+    alone += [seen(Kind.PREFILL, 9, c, [(9, 4_775)] * 2) for c in (0, 9, 18, 90)]
     work = [(1, 2_338), (2, 2_637), (3, 2_938), (4, 3_237)]
     drafting = [seen(Kind.VERIFY, 5, c, work, draft=4 * 80_000) for c in (20, 90, 99)]
     # 900 to hand over and 700 to take back; 4,000 an expert and 400 a token.
@@ -42,17 +57,25 @@ def one_round() -> Figures:
         for work in ([(1, 5_300), (1, 4_400), (2, 4_800)], [(1, 5_300), (1, 4_400)], [(3, 6_100)])
     ]
     # Both tiers: 4,750 ns beside 900 + 4,400; then 9,450 beside 900 + 4,800.
-    both = [
-        seen(Kind.DECODE, 1, 0, [(1, 2_375)] * 2, [(1, 5_300)], lost=700 + 4_750 // 4),
-        seen(Kind.DECODE, 1, 0, [(1, 2_375)] * 2 + [(9, 4_700)], [(2, 5_700)], lost=700 + 5_700 // 4),
+    halves = [
+        seen(Kind.DECODE, 1, 0, [(1, 2_375)] * 2, [(1, 5_300)], lost=700 + 800 + 4_750 // 4),
+        seen(Kind.DECODE, 1, 0, [(1, 2_375)] * 2 + [(9, 4_700)], [(2, 5_700)], lost=700 + 800 + 5_700 // 4),
+        seen(Kind.DECODE, 1, 0, [(1, 2_450)], [(1, 5_300), (1, 4_400)], lost=700 + 800 + 2_450 // 4),
     ]
     # Three copies of 20,000, and 2,450 for the last one's work, and 60: the waits are all but 3 times 2,450.
     copying = [seen(Kind.DECODE, 1, 0, [(1, 2_450)] * 3, wait_copy=60_000 + 60 - 2 * 2_450)]
-    return figures(alone, on_cpu, both, copying, drafting, copy_ns=20_000)
+    copying = [replace(s, copy_ns=20_000) for s in copying]
+    # The second step with two prefetches in it, which cost 5,000 each; and a machine that takes 40 longer anyway.
+    late = (40, 40 + 2 * 5_000, 40)
+    prefetching = [
+        Seen(s.context, replace(s.times, tail=s.times.tail + ns, busy={"prefetch": (ns // 5_000) * 20_000}), 20_000)
+        for s, ns in zip(halves, late, strict=True)
+    ]
+    return Round(alone, drafting, on_cpu, halves, prefetching, copying=copying)
 
 
 def test_figures_are_those_of_the_steps():
-    found = one_round()
+    found = figures(one_round())
     for name in Figures.__slots__:
         assert getattr(found, name) == pytest.approx(getattr(FIGURES, name), rel=0.02), name
 
@@ -60,7 +83,7 @@ def test_figures_are_those_of_the_steps():
 def test_a_profile_gives_the_figures_back(load_live):
     subject = PairSubject(load_live("own"))
     start = Machine("here", "", blank(subject, EmulatedLink(1e8, 20e3)))
-    made = profile(start, subject, [FIGURES, FIGURES])
+    made = profile(start, subject, Fitted(FIGURES, [FIGURES, FIGURES]))
     made = parse_machine(show_machine(made), "here.toml")
     shape = subject.shape
     rates = rates_for(made, shape, subject.draft_shape)
@@ -69,32 +92,47 @@ def test_a_profile_gives_the_figures_back(load_live):
     assert [costs.gpu_ns(n) for n in (1, 4)] == pytest.approx([2_300, 3_200], abs=2)
     assert [costs.cpu_ns(n) for n in (1, 4)] == pytest.approx([4_400, 5_600], abs=2)
     assert (rates.call_ns, costs.cpu_first_ns, costs.hybrid_ns) == (150, 900, 700)
-    assert (rates.overlap, rates.arrival_ns) == (0.25, 60)
+    assert (rates.overlap, rates.beside_ns, rates.arrival_ns, rates.landing_ns) == (0.25, 800, 60, 5_000)
     assert (rates.step_ns, rates.policy_ns, rates.draft_token_ns) == (1_000, 50, 80_000)
     assert (costs.copy_fixed_ns, costs.copy_bytes_ns) == (20_000, shape.expert_bytes * 10)
     assert "2 rounds" in made.quantities["gpu.launch"].source
 
 
-def test_the_median_round_counts_and_the_spread_is_told(load_live):
-    from dataclasses import replace
-
+def test_all_rounds_count_and_the_spread_of_each_is_told(load_live):
     subject = PairSubject(load_live("own"))
     start = Machine("here", "", blank(subject, EmulatedLink()))
     rounds = [replace(FIGURES, hybrid=ns) for ns in (700, 30_000, 900)]
-    entry = profile(start, subject, rounds).quantities["cpu.hybrid_layer"]
-    assert entry.value == 900
+    entry = profile(start, subject, Fitted(replace(FIGURES, hybrid=1_000), rounds)).quantities["cpu.hybrid_layer"]
+    assert entry.value == 1_000
     assert "0.7 to 30 us" in entry.source
 
 
-def test_one_freak_in_a_hundred_does_not_count_and_all_else_does():
-    assert typical([10] * 198 + [10_000, 0]) == 10
-    assert typical([10] * 9 + [110]) == 20
+def test_rounds_are_fitted_together_at_one_speed():
+    fast = one_round()
+    slow = Round(**{f.name: [s.scaled(2) for s in getattr(fast, f.name)] for f in fields(Round)})
+    found = fit([fast, Round(**{f.name: [s.scaled(0.5) for s in getattr(slow, f.name)] for f in fields(Round)})])
+    assert found.all.draft == pytest.approx(80_000, rel=0.01)
+    assert [one.landing for one in found.rounds] == pytest.approx([5_000, 5_000], rel=0.01)
+    assert figures(slow).arrival == pytest.approx(2 * 60, rel=0.05)
+    assert found.scaled(3).rounds[0].dense_fixed == pytest.approx(3 * found.rounds[0].dense_fixed)
+
+
+def test_a_freak_does_not_count_and_all_else_does():
+    assert typical([10] * 198 + [10_000, 12]) == pytest.approx(10.01, abs=0.001)
+    assert typical([10] * 9 + [60]) == 15
     assert typical([]) == 0
 
 
+def test_prefetches_that_cost_nothing_or_never_landed():
+    steps = [Seen(0, StepTimes(Kind.VERIFY, 5, 0, tail=100), 10) for _ in range(3)]
+    none = [replace(s, times=replace(s.times, busy={"prefetch": 10})) for s in steps]
+    assert landing(steps, none) == 0.0
+    assert landing(steps, []) == 0.0
+    quicker = [replace(s, times=replace(s.times, tail=100 - i, busy={"prefetch": 10 * i})) for i, s in enumerate(steps)]
+    assert landing(steps, quicker) == 0.0
+
+
 def test_growth_that_cannot_be_told_is_called_fixed():
-    assert line([(1, 100), (2, 90)]) == pytest.approx((110, 0), abs=20)
-    assert line([(3, 70)]) == (70, 0)
     assert plane([(1, 10, 100), (5, 10, 140), (5, 20, 90)])[2] == 0  # not faster with more context
     assert plane([(1, 1, 100), (5, 5, 140)]) == pytest.approx((90, 10, 0))  # no context but the tokens themselves
 
@@ -103,14 +141,14 @@ def test_contention_without_a_layer_on_both_tiers_is_none():
     def price(tokens: int) -> float:
         return 0.0
 
-    assert contention([], 5.0, (0.0, price), price) == (5.0, 0.0, 0.0)
-    assert arrival([], 1, (0.0, price)) == 0.0
+    assert contention([], (0.0, price), price) == (0.0, 0.0, 0.0, 0.0)
+    assert arrival([], (0.0, 0.0, 0.0), (0.0, price)) == 0.0
 
 
 def test_a_cpu_tier_without_a_price_contends_for_nothing():
     """On a disturbed machine the fit may find that its experts cost nothing."""
-    both = (0.0, LayerTimes(10, 100, work=[(1, 50)], cpu_work=[(1, 40)]))
-    assert contention([both], 0.0, (0.0, lambda n: 50.0), lambda n: 0.0) == (0.0, 0.0, 0.0)
+    both = [(0.0, LayerTimes(10, 100, work=[(1, 50)], cpu_work=[(1, 40)]))]
+    assert contention([both], (0.0, lambda n: 50.0), lambda n: 0.0) == (0.0, 0.0, 0.0, 0.0)
 
 
 def test_copies_are_fitted_by_relative_error():
@@ -123,7 +161,7 @@ def test_copies_are_fitted_by_relative_error():
 
 @pytest.fixture(scope="module")
 def measured(load_live) -> Machine:
-    return calibrate(PairSubject(load_live("own")), EmulatedLink(bandwidth=50e6, latency_ns=10e3), "here", rounds=1)
+    return calibrate(PairSubject(load_live("own"), 24), EmulatedLink(bandwidth=50e6, latency_ns=10e3), "here", rounds=1)
 
 
 def test_a_measured_profile_can_be_written_and_read(measured, load_live):
@@ -142,13 +180,21 @@ def test_a_measured_profile_can_be_written_and_read(measured, load_live):
 
 
 def test_a_probe_sends_experts_where_its_pattern_says(load_live):
-    subject = PairSubject(load_live("own"))
+    subject = PairSubject(load_live("own"), 24)
     start = Machine("here", "", blank(subject, EmulatedLink(1e9, 0)))
-    steps = subject.observe(Probe("ggc"), start, brief=True)
-    for one in (s.times for s in steps if s.times.tokens == 1):  # top-2: g, g in layer 0; g, c in layer 1
-        assert [(len(x.work), len(x.cpu_work)) for x in one.layers[:2]] == [(2, 0), (1, 1)]
+    again, many = (subject.observe(Probe(p), start, brief=True) for p in ("gc", "c"))
+    ones = [x for s in again if s.times.tokens == 1 for x in s.times.layers]
+    assert {len(x.work) + len(x.cpu_work) for x in ones} == {2}  # top-2
+    assert any(x.work for x in ones)
+    assert any(x.cpu_work for x in ones)
+    assert not any(x.work for s in many for x in s.times.layers)
     streamed = subject.observe(Probe("s"), start, brief=True)
     assert all(s.times.busy["demand"] > 0 for s in streamed)
+    slow = Machine("here", "", blank(subject, EmulatedLink(5e6, 0)))  # or all are there before the warm-up is over
+    ahead = subject.observe(Prefetching("gc"), slow, brief=True)
+    assert sum(s.times.busy["prefetch"] for s in ahead) > 0
+    homes = [[(len(x.work), len(x.cpu_work)) for s in steps for x in s.times.layers] for steps in (ahead, again)]
+    assert homes[0] == homes[1]
 
 
 def test_prediction_and_measurement_are_split_to_the_last_microsecond(measured, load_live, live_prompts, tmp_path):
@@ -166,6 +212,6 @@ def test_prediction_and_measurement_are_split_to_the_last_microsecond(measured, 
 
 
 def test_a_slower_machine_takes_longer_for_everything_but_shares_no_more():
-    one = Figures(*range(1, 16))
+    one = Figures(*range(1, 18))
     twice = one.scaled(2)
-    assert (twice.dense_fixed, twice.draft, twice.overlap) == (2, 30, one.overlap)
+    assert (twice.dense_fixed, twice.draft, twice.overlap) == (2, 34, one.overlap)

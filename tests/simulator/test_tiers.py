@@ -72,3 +72,32 @@ def test_copies_that_land_while_residents_are_computed_are_one_call(exact):
     # Residents 0 and 1 take 65; 3 and 4 land at 20 and 40 and go together.
     (*_, (wall, gpu)) = steps_of(decode([0, 1], [0, 1, 3, 4]), exact, copy=20, gpu=30, call_ns=5)
     assert (wall, gpu) == (130, {"expert": 130})
+
+
+class PrefetchesOne(ThirdOnCpu):
+    """And brings 5, which nobody needs."""
+
+    name = "prefetches-one"
+
+    def __init__(self) -> None:
+        self.wanted = [Key(0, 5)]
+
+    def next_fetch(self, view):
+        return self.wanted.pop() if self.wanted else None
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_prefetch_that_lands_holds_up_the_next_layer(exact):
+    # 0 goes first, until 100; then 5, until 200. Steps end at 130, 160, 190 and 220; the fifth finds it landed.
+    engine = Engine(Driver(PrefetchesOne(), setup(1, 8, [8])), rates(copy=100, gpu=30, landing_ns=7), exact=exact)
+    for index, one in enumerate(decode(*[[0]] * 5)):
+        replay_step(engine, index, one)
+    assert [s.wall_ns for s in engine.steps] == [130, 30, 30, 30, 37]
+    assert engine.steps[4].gpu == {"policy": 7, "expert": 30}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_layer_on_both_tiers_takes_longer(exact):
+    # Step 2: 60 ns of residents and 100 ns of CPU; 9 more because both have work. Step 3 is the CPU's alone.
+    _, *both = steps_of(decode([0, 1], [0, 1, 2], [2]), exact, gpu=30, cpu=100, beside_ns=9)
+    assert both == [(109, {"expert": 60, "wait_cpu": 40, "hybrid": 9}), (100, {"wait_cpu": 100})]
