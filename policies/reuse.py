@@ -9,17 +9,18 @@ WINDOW = 3  # passes whose demand is forecast
 PRIOR = 100.0  # experts seen for a window that the first guess weighs as much as
 FADE = 0.999  # what is left of the weight of what was learnt, each time something is
 
-RECENCY, RATES = 1, 2  # rows of a layer's features: 1, recency, and from RATES on the decayed rates
+RECENCY, SEQUEL, RATES = 1, 2, 3  # rows of a layer's features beside the constant; the rates are the last ones
 KEEP = np.array([2 ** (-1 / h) for h in HALF_LIVES], np.float32)[:, None]
 
 
 class Reuse:
     """`demand` [L, E]: the expected share of a layer's next `WINDOW` passes that need the expert.
 
-    Features of an expert: 1 / passes since its last use, and its rate of use in means of five half-lives. Ridge
+    Features of an expert: 1 / passes since its last use; how often the layer needed it in the pass after one that
+    needed what it needs now (`_sequel`); and its rate of use in means of five half-lives. Ridge
     regression over the experts of all layers finds their weights as the run goes on, starting from the mean of the
     rates; from every layer each `WINDOW`-th pass is learnt, once the demand that followed it is known. What rejected
-    drafts needed counts like all else, for the next pass will draft such tokens again (measured: notebook 8).
+    drafts needed counts like all else, for the next pass will draft such tokens again (measured in notebook 8).
     """
 
     def __init__(self, layers: int, experts: int) -> None:
@@ -35,22 +36,37 @@ class Reuse:
         self._since = np.zeros((layers, experts), np.float32)  # passes of that window that needed the expert
         self._left = [1 + layer % WINDOW for layer in range(layers)]  # passes until it ends; the first ones are short
         self._need = np.zeros(experts, np.float32)
+        self._pairs = np.zeros((layers, experts, experts), np.float32)  # [l, a, b]: b was needed right after a
+        self._uses = np.ones((layers, experts), np.float32)
+        self._last: list[list[int]] = [[] for _ in range(layers)]
 
     def seen(self, layer: int, experts: Sequence[int]) -> np.ndarray:
         """A pass needs these experts; the layer's new row of `demand`, [E]."""
-        features, need = self.features[layer], self._need
+        features, need, used = self.features[layer], self._need, list(experts)
         need[:] = 0
-        need[list(experts)] = 1
+        need[used] = 1
         recency = features[RECENCY]
         recency /= 1 + recency
         np.maximum(recency, need, out=recency)
         rates = features[RATES:]
         rates += (1 - KEEP) * (need - rates)
+        features[SEQUEL] = self._sequel(layer, used, need)
         self._since[layer] += need
         self._left[layer] -= 1
         if not self._left[layer]:
             self._learn(layer)
         return self._forecast(layer)
+
+    def _sequel(self, layer: int, used: list[int], need: np.ndarray) -> np.ndarray:
+        """[E]: mean over the experts needed now of the share of passes after theirs that needed each expert, drawn to
+        its rate of half-life 64 with the weight of one pass."""
+        pairs, uses = self._pairs[layer], self._uses[layer]
+        if last := self._last[layer]:
+            pairs[last] += need
+            uses[last] += 1
+        self._last[layer] = used
+        weights = (1 / len(used)) / uses[used]
+        return weights @ pairs[used] + self.features[layer, RATES + HALF_LIVES.index(64)] * weights.sum()
 
     def read(self, layer: int, experts: Sequence[int], shares: Sequence[float], tokens: int) -> np.ndarray:
         """A prompt counts as `tokens` passes, each of which needs `experts` with the chances `shares`."""
@@ -59,7 +75,8 @@ class Reuse:
         need[list(experts)] = shares
         rates = self.features[layer, RATES:]
         rates += (1 - KEEP**tokens) * (need - rates)
-        self._begin_window(layer)  # what came before says nothing of what comes after
+        self._last[layer] = []  # what came before says nothing of what comes after
+        self._begin_window(layer)
         return self._forecast(layer)
 
     def _forecast(self, layer: int) -> np.ndarray:

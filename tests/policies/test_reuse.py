@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_spac.policies.reuse import FADE, HALF_LIVES, PRIOR, RATES, RECENCY, WINDOW, Reuse
+from moe_spac.policies.reuse import FADE, HALF_LIVES, PRIOR, RATES, RECENCY, SEQUEL, WINDOW, Reuse
 
 
 def by_definition(passes, experts):
@@ -19,6 +19,11 @@ def by_definition(passes, experts):
     for row, half_life in enumerate(HALF_LIVES):
         weights = [(1 - 2 ** (-1 / half_life)) * 2 ** (-(len(passes) - 1 - i) / half_life) for i in range(len(passes))]
         found[RATES + row] = np.array(weights) @ used
+    for b in range(experts if passes else 0):
+        for a in passes[-1]:
+            after = [used[i + 1, b] for i in range(len(passes) - 1) if used[i, a]]
+            prior = found[RATES + HALF_LIVES.index(64), b]
+            found[SEQUEL, b] += (sum(after) + prior) / (len(after) + 1) / len(passes[-1])
     return found
 
 
@@ -26,7 +31,7 @@ some_passes = st.lists(st.sets(st.integers(0, 5), min_size=1, max_size=4), min_s
 
 
 @given(some_passes)
-def test_features_are_recency_and_decayed_rates(passes):
+def test_features_are_recency_sequel_and_decayed_rates(passes):
     reuse = Reuse(1, 6)
     for p in passes:
         reuse.seen(0, sorted(p))
@@ -49,7 +54,7 @@ def test_weights_are_the_ridge_regression_of_what_followed():
     for p in passes:
         reuse.seen(0, p)
     size = RATES + len(HALF_LIVES)
-    first = np.array([0, 0, *[1 / len(HALF_LIVES)] * len(HALF_LIVES)])
+    first = np.array([0] * RATES + [1 / len(HALF_LIVES)] * len(HALF_LIVES))
     square, cross = np.eye(size) * PRIOR, PRIOR * first
     for end in range(1, len(passes) + 1, WINDOW):
         begin = max(0, end - WINDOW)
@@ -60,12 +65,12 @@ def test_weights_are_the_ridge_regression_of_what_followed():
 
 
 def test_it_learns_what_this_text_repeats():
-    """Experts 0 and 1 take turns; 2 comes back now and then. In the pass after 1, 0 is due and 1 is not."""
+    """Experts 0 and 1 take turns, so that of three passes one or two need either; 2 comes back now and then."""
     reuse = Reuse(1, 4)
     for i in range(400):
         reuse.seen(0, [i % 2, 2] if i % 7 == 0 else [i % 2])
     low, high = sorted(reuse.demand[0, :2].tolist())
-    assert 0.35 < low <= high < 0.7  # of the next three passes one or two need either of them
+    assert 0.35 < low <= high < 0.7
     assert reuse.demand[0, 3] < 0.1 < reuse.demand[0, 2] < 0.3
 
 
