@@ -48,7 +48,7 @@ def ask(trace: bytes, queries: Sequence[str], folder: Path) -> list[list[dict[st
     from perfetto.trace_processor.platform import PlatformDelegate
     from perfetto.trace_processor.protos import ProtoFactory
 
-    protos = ProtoFactory(PlatformDelegate())
+    protos: Any = ProtoFactory(PlatformDelegate())  # its messages are made at run time
     kinds = protos.TraceProcessorRpc
     stream = protos.TraceProcessorRpcStream()
     stream.msg.add(request=kinds.TPM_APPEND_TRACE_DATA, append_trace_data=trace)

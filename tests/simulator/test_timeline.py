@@ -123,9 +123,9 @@ def test_perfetto_sees_every_span_and_every_arrow(tmp_path):
     assert errors == []
     found = sorted((s["process"], s["lane"], s["name"], s["ts"], s["dur"]) for s in seen)
     assert found == sorted((p, s.lane, s.name, s.begin_ns, s.ns) for p, all_ in spans.items() for s in all_)
-    wanted = {(p, s.flow): [] for p, all_ in spans.items() for s in all_ if s.flow is not None}
+    wanted: dict[tuple[str, int | None], list[object]] = {}
     for process, mine in spans.items():
         for span in sorted((s for s in mine if s.flow is not None), key=lambda s: s.begin_ns):
-            wanted[process, span.flow] += [span.lane, span.name, span.begin_ns]
+            wanted.setdefault((process, span.flow), []).extend([span.lane, span.name, span.begin_ns])
     assert len(wanted) > 20
-    assert sorted(list(a.values()) for a in arrows) == sorted(wanted.values())
+    assert sorted(tuple(a.values()) for a in arrows) == sorted(map(tuple, wanted.values()))
