@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..traces.console import check_folder
+from ..traces.console import check_folder, measuring
 from ..traces.errors import InputError
 from .cli_options import (
     AsJson,
@@ -55,7 +55,8 @@ def calibrate(
     check_folder("-o", out)
     kept = Choice(store, store_memory, store_folder)
     models = load_models(target, draft, dtype, device or default_device(), kept, tokenizer)
-    profile = measure(PairSubject(models), link, out.stem, rounds)
+    with measuring("measuring this machine"):
+        profile = measure(PairSubject(models), link, out.stem, rounds)
     try:
         out.write_text(show_machine(profile))
     except OSError as error:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..traces.console import parse_size, say, show_json, show_size, show_table
+from ..traces.console import measuring, parse_size, say, show_json, show_size, show_table
 from ..traces.errors import InputError
 from .cli_options import AsJson, StoreFolder
 
@@ -37,7 +37,8 @@ def doctor(
     from .doctor import FAIL, examine, findings, needs
     from .stores import default_folder
 
-    facts = examine(store_folder or default_folder())
+    with measuring("measuring memory and copies"):
+        facts = examine(store_folder or default_folder())
     found = findings(facts)
     wanted: dict[str, Any] | None = None
     if target is not None and shape is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..traces.console import check_folder, parse_size, say, show_json
+from ..traces.console import check_folder, measuring, parse_size, say, show_json
 from ..traces.errors import InputError
 from .cli_options import (
     AllowLossy,
@@ -103,7 +103,8 @@ def generate(
             profile, total, clock, options, seed, size.budget, trace, log.events, timeline is not None,  # type: ignore[arg-type]
             parse_size(log.events_limit, "--events-limit"),
         )  # fmt: skip
-        result = run(models, chosen_policy, given, settings, source_of(prompt, prompts))
+        with measuring(f"generating, prompts: {len(given)}"):
+            result = run(models, chosen_policy, given, settings, source_of(prompt, prompts))
         if timeline is not None:
             _draw(timeline, policy, settings, result)
         return _tell(models, policy, given, settings, result, check, strict, json)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..traces.console import say, show_json, show_size, show_table
+from ..traces.console import measuring, say, show_json, show_size, show_table
 from ..traces.errors import InputError
 from .cli_options import AsJson, Bandwidth, Device, Latency, MachineName, default_device, link_of, policy_of
 
@@ -62,8 +62,9 @@ def replay(
     shape = steps.header.target
     per_layer = min(shape.experts, 2 * shape.top_k if slots is None else slots)
     rig = _rig(steps, form, per_layer, dense == "weights", device or default_device(), seed)
-    profile = _machine(machine, rig, max(shape.top_k, per_layer), link, rounds)
-    found = {name: _one(rig, steps, name, profile, per_layer, limit_steps, warm_up, seed) for name in names}
+    with measuring("measuring this machine and running the trace"):
+        profile = _machine(machine, rig, max(shape.top_k, per_layer), link, rounds)
+        found = {name: _one(rig, steps, name, profile, per_layer, limit_steps, warm_up, seed) for name in names}
     facts = {
         "trace": trace, "model": shape.name, "layers": shape.layers, "format": form, "slots_per_layer": per_layer,
         "expert_bytes": shape.expert_bytes, "dense": dense, "machine": profile.name,

@@ -89,6 +89,8 @@ def test_no_line_is_wider_than_a_terminal(folder):
     lines = [CODES.sub("", line) for line in re.split(r"[\r\n]+", seen)]
     assert [line for line in lines if cell_len(line) > 80 and not line.startswith("warning: ")] == []  # one line each
     assert CODES.search(seen)  # in colour
+    assert "measuring memory and copies" in seen  # while it lasts
+    assert "generating, prompts: 1" in seen
 
 
 def test_no_colour_and_no_progress_in_a_pipe(folder, monkeypatch):

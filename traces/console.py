@@ -137,6 +137,21 @@ def working(what: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def measuring(what: str) -> Iterator[None]:
+    """The same where time is measured: a line that stands still, since one that moves takes a processor's time."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    sys.stderr.write(f"{what} …")
+    sys.stderr.flush()
+    try:
+        yield
+    finally:
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
+
+
 def warn(text: str) -> None:
     """One line on stderr; the command goes on."""
     sys.stderr.write(f"warning: {text}\n")
