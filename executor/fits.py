@@ -245,7 +245,7 @@ def contention(
             told = positive(columns, lost, apart)
         error = float(((lost - columns @ told) ** 2).sum())
         if error < best:
-            best, answer = error, (float(first), *map(float, told))
+            best, answer = error, (float(first), float(told[0]), float(told[1]), float(told[2]))
     return answer
 
 

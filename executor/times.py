@@ -31,9 +31,9 @@ class LayerTimes:
 
     def scaled(self, factor: float) -> "LayerTimes":
         """Of a machine that takes `factor` times as long for everything."""
-        parts = (round(ns * factor) for ns in (self.before, self.wall, self.wait_copy, self.wait_cpu))
-        lists = ([(n, round(ns * factor)) for n, ns in work] for work in (self.work, self.cpu_work))
-        return LayerTimes(*parts, *lists)
+        before, wall, copy, cpu = (round(ns * factor) for ns in (self.before, self.wall, self.wait_copy, self.wait_cpu))
+        work, cpu_work = ([(n, round(ns * factor)) for n, ns in done] for done in (self.work, self.cpu_work))
+        return LayerTimes(before, wall, copy, cpu, work, cpu_work)
 
 
 @dataclass(slots=True)
