@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..traces.console import check_folder, measuring, parse_size, say, show_json
+from ..traces.console import check_folder, measuring, say, show_json
 from ..traces.errors import InputError
 from .cli_options import (
     AllowLossy,
@@ -100,8 +100,7 @@ def generate(
         if trace is None and clock == "real":
             trace = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spac-"))) / "run.spac"
         settings = Settings(
-            profile, total, clock, options, seed, size.budget, trace, log.events, timeline is not None,  # type: ignore[arg-type]
-            parse_size(log.events_limit, "--events-limit"),
+            profile, total, clock, options, seed, size.budget, trace, log.events, timeline is not None, log.most  # type: ignore[arg-type]
         )  # fmt: skip
         with measuring(f"generating, prompts: {len(given)}"):
             result = run(models, chosen_policy, given, settings, source_of(prompt, prompts))

@@ -112,15 +112,20 @@ class LogOptions:
     ] = None
     events_limit: Annotated[str, typer.Option(metavar="SIZE", help="Where the log ends.")] = "1GiB"
 
+    @property
+    def most(self) -> int:
+        """Bytes of the log."""
+        return parse_size(self.events_limit, "--events-limit")
+
     def check(self) -> None:
         check_folder("--events", self.events)
-        parse_size(self.events_limit, "--events-limit")
+        _ = self.most
 
 
 def spread(command: Callable[..., Any]) -> Callable[..., Any]:
     """A command for typer in which a parameter that is one of the groups above stands for the options in it."""
     signature = inspect.signature(command, eval_str=True)
-    groups = {p.name: p.annotation for p in signature.parameters.values() if is_dataclass(p.annotation)}
+    groups: dict[str, Any] = {p.name: p.annotation for p in signature.parameters.values() if is_dataclass(p.annotation)}
     parameters: list[inspect.Parameter] = []
     for one in signature.parameters.values():
         options = inspect.signature(groups[one.name], eval_str=True).parameters if one.name in groups else {"": one}

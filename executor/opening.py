@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..policies.interface import Policy
-from ..traces.console import parse_size
 from ..traces.speculate import Options
 from .cli_options import (
     LogOptions,
@@ -62,8 +61,8 @@ class Opening:
             adaptive=adaptive, draft_invariant=adaptive,
         )  # fmt: skip
         said("filling slots", 0, 0)
-        most = parse_size(self.log.events_limit, "--events-limit")
         settings = Settings(
-            machine, slots, "real", options, self.seed, self.size.budget, events=self.log.events, most_events=most
-        )
+            machine, slots, "real", options, self.seed, self.size.budget, events=self.log.events,
+            most_events=self.log.most,
+        )  # fmt: skip
         return Session(models, policy, settings)
