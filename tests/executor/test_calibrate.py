@@ -22,7 +22,7 @@ from moe_spac.executor.fits import (
 from moe_spac.executor.predict import predict
 from moe_spac.executor.probe import PairSubject, Prefetching, Probe, Seen
 from moe_spac.executor.session import Settings, run
-from moe_spac.executor.times import LayerTimes, StepTimes
+from moe_spac.executor.times import LayerTimes, StepTimes, decision_ns
 from moe_spac.policies.load import load_policy
 from moe_spac.simulator.machine import Machine, parse_machine, rates_for, show_machine
 from moe_spac.traces.schema import Kind
@@ -215,3 +215,18 @@ def test_a_slower_machine_takes_longer_for_everything_but_shares_no_more():
     one = Figures(*range(1, 18))
     twice = one.scaled(2)
     assert (twice.dense_fixed, twice.draft, twice.overlap) == (2, 34, one.overlap)
+
+
+def test_deciding_is_what_both_threads_spend_on_it():
+    step = replace(seen(Kind.DECODE, 1, 0, [(1, 2_000)]).times, busy={"asked": 30})  # two layers of 50 ns
+    assert decision_ns([step]) == 50 + 30 / 2
+    assert decision_ns([step.scaled(2)]) == 2 * (50 + 30 / 2)
+    assert step.scaled(2).wall_ns == 2 * step.wall_ns
+    assert decision_ns([]) == 0
+
+
+def test_the_link_tells_how_long_it_asked(load_live, live_prompts, live_machine):
+    options = Options(max_new_tokens=6, draft_length=3)
+    settings = Settings(live_machine, 10, options=options)
+    result = run(load_live("own"), load_policy("hybrimoe"), live_prompts[:1], settings)
+    assert sum(s.busy["asked"] for s in result.times if isinstance(s, StepTimes)) > 0
