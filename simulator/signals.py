@@ -125,7 +125,10 @@ class Of(Signal):
     """A function of the last pass."""
 
     def __init__(self, function: Callable[[Pass], np.ndarray]) -> None:
-        self.after = function
+        self._function = function
+
+    def after(self, now: Pass) -> np.ndarray:
+        return self._function(now)
 
 
 def counts(now: Pass) -> np.ndarray:
