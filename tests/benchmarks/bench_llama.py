@@ -7,6 +7,7 @@ process of its own, and medians over the steps of a run and the best of the runs
 Where they add all the time, the quickest step of all runs says more: the same from these is printed as well.
 
     python tests/benchmarks/bench_llama.py --llama-python /path/to/venv/bin/python
+    python tests/benchmarks/bench_llama.py --split     ours on one thread: CPU time of products, and of all else
     python tests/benchmarks/bench_llama.py --full      ours alone with all 48 layers and the head: 19 GB of memory
 
 The other Python needs llama-cpp-python; ours needs gguf to write the file (3 GB in --folder).
@@ -165,6 +166,42 @@ def ours(layers: int, vocab: int, tokens: int) -> list[float]:
     return [step.wall_ns / 1e9 for step in answer.times if step.kind is Kind.DECODE]
 
 
+def split(layers: int, vocab: int, tokens: int) -> dict[str, float]:
+    """CPU ms a layer of one thread that does everything, ends included: median over the steps."""
+    from time import thread_time_ns
+
+    from moe_spac.executor import kernels
+    from moe_spac.traces.lean import LeanModel
+
+    os.environ["SPAC_THREADS"] = "1"
+    spent, steps = {"products": 0}, []
+
+    def timed(owner: Any, name: str, note: Any) -> None:
+        inner = getattr(owner, name)
+
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            begin = thread_time_ns()
+            result = inner(*args, **kwargs)
+            note(thread_time_ns() - begin)
+            return result
+
+        setattr(owner, name, outer)
+
+    def product(ns: int) -> None:
+        spent["products"] += ns
+
+    def step(ns: int) -> None:
+        steps.append((spent["products"] / layers / 1e6, (ns - spent["products"]) / layers / 1e6))
+        spent["products"] = 0
+
+    timed(kernels, "run", product)
+    timed(kernels, "multiply", product)
+    timed(LeanModel, "feed", step)
+    ours(layers, vocab, tokens)
+    products, rest = (statistics.median(side) for side in zip(*steps[4:], strict=True))
+    return {"products, CPU ms/layer": products, "all else, CPU ms/layer": rest}
+
+
 def child(arguments: list[str], threads: int) -> list[float]:
     # Threads that spin after a product would take the cores of those that have the next one.
     env = os.environ | {"SPAC_THREADS": str(threads), "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
@@ -229,13 +266,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", help="for the GGUF files; default: the system's for temporary files")
     parser.add_argument("--full", action="store_true")
+    parser.add_argument("--split", action="store_true")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--vocab", type=int, default=SMALL_VOCAB, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         print(json.dumps(ours(options.child, options.vocab, options.tokens)))  # noqa: T201
         return
-    for name, value in (full(options) if options.full else slopes(options)).items():
+    if options.split:
+        found = split(options.layers, options.vocab, options.tokens)
+    else:
+        found = full(options) if options.full else slopes(options)
+    for name, value in found.items():
         print(f"{name:56s} {value:10.3f}")  # noqa: T201
 
 
