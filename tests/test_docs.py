@@ -36,7 +36,9 @@ INSTEAD = [
     (r" --prompts mt-bench( --prompt-limit \d+)?( --max-new-tokens \d+)?", " --prompts mt-bench --prompt-limit 1 "
      "--max-new-tokens 4"),
     (r" --prompts held-out", " --prompts held-out --prompt-limit 2 --max-new-tokens 4"),
+    (r"spac-exec calibrate", "spac-exec calibrate --rounds 1"),
     (r"spac-exec bench", "spac-exec bench -r 1 -p 8 -n 8"),
+    (r"(synth --like \S+ -o T)$", r"\1 --tokens 256"),
     (r"(spac-sim sweep gpt-oss-20b.*)", r"\1 --limit-steps 10"),
     (r"stats gpt-oss-20b --plot", "stats pair.spac --plot"),  # a minute; tests/traces/test_stats.py reads all of it
     (r" --tokens 4096", " --tokens 256"),
