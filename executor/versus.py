@@ -31,7 +31,7 @@ from .fits import Round, fit
 from .models import Models
 from .predict import per_token, with_policy_time
 from .probe import PairSubject, RigSubject, Subject
-from .quiet import Pace
+from .quiet import TRIES, Pace
 from .replay import Rig, first_steps, replay
 from .session import Settings, run
 from .times import StepTimes, decision_ns
@@ -221,16 +221,20 @@ def _hits(count: Counters) -> float:
 
 
 def contest(
-    stage: Stage, cells: Sequence[Cell], repetitions: int = 5, tell: Callable[[str], None] = lambda _: None
+    stage: Stage,
+    cells: Sequence[Cell],
+    repetitions: int = 5,
+    tell: Callable[[str], None] = lambda _: None,
+    tries: int = TRIES,
 ) -> list[Row]:
-    """Measure and predict every cell. `tell` is told what is going on.
+    """Measure and predict every cell. `tell` is told what is going on; `tries` are those of `Pace`.
 
     Policies hear the costs of the first calibration, live and simulated.
     """
     rows = [Row(cell) for cell in cells]
     subject = stage.subject
     start = Machine("this-machine", "", blank(subject, EmulatedLink()))
-    pace = Pace(lambda: subject.yardstick(start))
+    pace = Pace(lambda: subject.yardstick(start), tries)
     rounds: list[Round] = []
 
     def measure() -> None:
