@@ -58,10 +58,14 @@ SETTINGS = (
     Setting("qwen3-30b-a3b q4", "rtx3060-pcie4-ddr4", 0.30, 4),
     Setting("qwen3-30b-a3b q4 gates", "rtx3060-pcie4-ddr4", 0.60, 2),
     Setting("qwen3-30b-a3b bf16", "rtx5090-pcie5", 0.30, 4),
+    Setting("qwen3-30b-a3b q4 gates", "rtx4090-pcie4-ddr4", 0.25, 0),
+    Setting("deepseek-v2-lite bf16", "rtx3090-pcie4-ddr4", 0.25, 0),
     Setting("gpt-oss-20b", "rtx4060-laptop", 0.25, 0),
     Setting("gpt-oss-20b", "rtx4060-laptop", 0.25, 4),
     Setting("gpt-oss-20b", "rtx4090-pcie4", 0.125, 2),
     Setting("gpt-oss-20b", "rtx4060-laptop", 0.60, 8),
+    Setting("gpt-oss-20b", "rtx3060-pcie4-ddr4", 0.40, 0),
+    Setting("gpt-oss-20b", "rtx5060ti-pcie5-ddr5", 0.25, 4),
 )
 
 
@@ -217,7 +221,7 @@ def main() -> None:
     parser.add_argument("-o", type=Path, help="write the table here, too")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    sizes, settings = (Sizes(30, 60, 2), SETTINGS[7:9]) if args.quick else (Sizes(60, 128, 4), SETTINGS)
+    sizes, settings = (Sizes(30, 60, 2), (SETTINGS[7], SETTINGS[10])) if args.quick else (Sizes(60, 128, 4), SETTINGS)
     found = contest(Parallel(args.jobs, backend="multiprocessing", batch_size=1), settings, sizes)
     say(table(found))
     if args.json:
