@@ -87,8 +87,9 @@ class Marginal(Policy):
     price the pool of all layers gives up its least valuable resident, and only for what is worth more; a layer's
     misses are split between link and CPU so that time less future savings is least (`most_worth_copying`); and an idle
     link fetches the expert that gains most, if it gains more than the copy costs the CPU, which reads the same memory:
-    nothing while drafting goes on. The draft length is that of `LengthChooser`, 0 included; `drafts=false` leaves it
-    to the run. Times are the machine's `Costs` and what layers are reported to take.
+    nothing while drafting goes on. Where a use saves nothing, nothing moves. The draft length is that of
+    `LengthChooser`, 0 included; `drafts=false` leaves it to the run. Times are the machine's `Costs` and what layers are
+    reported to take.
 
     `passes` was tuned on training texts only, as docs/marginal.md says, with where this policy loses. Prompts are
     served by whichever tier takes less time, and nothing is fetched for them to stay; their routing counts as use.
@@ -124,7 +125,8 @@ class Marginal(Policy):
         self._saved, self._slowing = saved_by_a_hit(costs, setup.cpu), slowing_of_cpu(costs, setup.cpu)
         self._busy = 1.0  # share of a pass in which the CPU computes experts
         self._lengths = LengthChooser(max(1, setup.draft_length))
-        silent = {"draft_length": self.drafts and setup.draft_length > 0, "next_fetch": self.background}
+        copies = self.background and self._saved > 0
+        silent = {"draft_length": self.drafts and setup.draft_length > 0, "next_fetch": copies, "transfer_done": copies}
         self.deaf = frozenset(name for name, wanted in silent.items() if not wanted)
         self._layer, self._prefill = -1, False
 
@@ -135,6 +137,8 @@ class Marginal(Policy):
         self._ahead.clear()
 
     def forecast(self, forecast: Forecast) -> None:
+        if not self._saved:
+            return
         layer, experts = forecast.layer, np.fromiter(forecast.counts, np.intp)
         distance = layer - self._layer - 1  # the gate of the layer before it has just been asked
         self._ahead[layer] = distance, experts
@@ -183,14 +187,14 @@ class Marginal(Policy):
             self._check_forecast(demand)
         if self._prefill:
             return self._read(demand)
+        if not self._saved:
+            return CPU if self._setup.cpu else FETCH  # no copy can pay, so there is nothing to know either
         self._price(layer, self.reuse.seen(layer, demand.experts))
         if len(demand.held) == len(demand.experts) or not self._setup.cpu:
             return Where.FETCH
         return self._split(demand, view)
 
     def next_fetch(self, view: View) -> Key | None:
-        if not self._saved:
-            return None
         rank = self._rank.reshape(-1)
         while (best := float(rank[id_ := int(rank.argmax())])) > COMING:
             key = Key(*divmod(id_, self._setup.experts))
