@@ -81,7 +81,8 @@ class Costs:
 class Setup:
     """Told once, before anything else. `slots` holds one number a layer (scope "layer") or one in all ("global").
 
-    draft_token_ns: to draft one token; pass_ns: what a forward pass of one token takes outside its MoE layers.
+    draft_token_ns: to draft one token; pass_ns: what a forward pass of one token takes outside its MoE layers;
+    decide_ns: what the profile allows a policy to decide about one layer.
     """
 
     layers: int
@@ -95,6 +96,7 @@ class Setup:
     seed: int = 0
     draft_token_ns: int = 0
     pass_ns: int = 0
+    decide_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

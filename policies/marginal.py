@@ -87,9 +87,9 @@ class Marginal(Policy):
     price the pool of all layers gives up its least valuable resident, and only for what is worth more; a layer's
     misses are split between link and CPU so that time less future savings is least (`most_worth_copying`); and an idle
     link fetches the expert that gains most, if it gains more than the copy costs the CPU, which reads the same memory:
-    nothing while drafting goes on. Where a use saves nothing, nothing moves. The draft length is that of
-    `LengthChooser`, 0 included; `drafts=false` leaves it to the run. Times are the machine's `Costs` and what layers are
-    reported to take.
+    nothing while drafting goes on. Where a token's uses save less than a decision takes, nothing moves and nothing is
+    learnt. The draft length is that of `LengthChooser`, 0 included; `drafts=false` leaves it to the run. Times are the
+    machine's `Costs` and what layers are reported to take.
 
     `passes` was tuned on training texts only, as docs/marginal.md says, with where this policy loses. Prompts are
     served by whichever tier takes less time, and nothing is fetched for them to stay; their routing counts as use.
@@ -123,6 +123,8 @@ class Marginal(Policy):
         self._right = [SURE] * setup.layers
         self._gpu_ns, self._cpu_ns = PerLoad(costs.gpu_ns), PerLoad(costs.cpu_ns)
         self._saved, self._slowing = saved_by_a_hit(costs, setup.cpu), slowing_of_cpu(costs, setup.cpu)
+        if setup.top_k * self._saved <= setup.decide_ns:
+            self._saved = 0.0  # a token's hits in a layer save less than it takes to decide about them
         self._busy = 1.0  # share of a pass in which the CPU computes experts
         self._lengths = LengthChooser(max(1, setup.draft_length))
         copies = self.background and self._saved > 0

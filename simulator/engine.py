@@ -437,6 +437,7 @@ def setup_for(shape: ModelShape, rates: Rates, policy: Policy, slots: int, draft
         seed=seed,
         draft_token_ns=rates.draft_token_ns,
         pass_ns=rates.step_ns + shape.layers * rates.dense_ns(1, 0) + layers * rates.policy_ns,
+        decide_ns=rates.policy_ns,
     )
 
 

@@ -157,6 +157,15 @@ def test_with_nothing_to_gain_nothing_moves():
     assert (total.copies, total.cpu) == (0, total.needed - total.hits)
 
 
+@pytest.mark.parametrize(("decide_ns", "copies"), [(36, True), (38, False)])
+def test_it_moves_nothing_where_deciding_takes_longer_than_all_that_can_be_saved(decide_ns, copies):
+    """Two experts a token, 18.6 ns each."""
+    policy = load_policy("marginal")
+    setup = make_setup(policy, 2, 8, 2, costs=BY_HAND, decide_ns=decide_ns)
+    host = Host(policy, setup, sets(*[[5, 6], [5, 7]] * 10, layers=2))
+    assert (host.play().total.copies > 0) is copies
+
+
 def test_without_a_cpu_every_miss_is_fetched():
     policy = load_policy("marginal")
     host = Host(policy, make_setup(policy, 1, 8, 4, cpu=False), sets([4, 5], [6, 7], [4, 5]))
