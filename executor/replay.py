@@ -179,10 +179,13 @@ def _module(shape: ModelShape) -> Any:
 
 @torch.inference_mode()
 def replay(rig: Rig, trace: Steps, policy: Policy, settings: Settings, limit: int | None = None) -> Replayed:
-    """Run the first `limit` steps of a trace. `settings.machine` gives the emulated link's times and the draft's.
+    """Run the first `limit` steps of a trace, cut anew by a policy that chooses draft lengths. `settings.machine` gives
+    the emulated link's times and the draft's.
 
     Raises InputError: a clairvoyant policy, slots below top-k, a policy that gave an illegal answer.
     """
+    if limit is not None:
+        trace = first_steps(trace, limit)
     header = trace.header
     found = Replayed(policy.name, settings.slots)
     shapes = rig.shape, rig.draft_shape
@@ -193,8 +196,6 @@ def replay(rig: Rig, trace: Steps, policy: Policy, settings: Settings, limit: in
         steps = drafted(trace, host.draft_length, header.draft_length, settings.seed)
     try:
         for index, step in enumerate(steps):
-            if index == limit:
-                break
             _step(rig, host, index, step, pause)
             found.emitted.append(step.emitted)
     except PolicyError as error:

@@ -197,6 +197,15 @@ HEAD = (
     *("times the best other, at its better of drafts and none", "times moe-spac", "closed"),
 )
 
+PAGE = """<!-- Written by `python tests/benchmarks/bench_marginal.py -o docs/marginal-results.md`; do not edit. -->
+
+# `marginal` against all other causal policies
+
+Simulated, on held-out texts; what the columns mean is said in [marginal.md](marginal.md).
+
+{}
+"""
+
 
 def words(value: tuple[float, float, float]) -> str:
     return "{:.2f} [{:.2f}, {:.2f}]".format(*value)
@@ -227,7 +236,7 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps([{**vars(f), "setting": vars(f.setting)} for f in found], indent=1))
     if args.o:
-        args.o.write_text(table(found) + "\n")
+        args.o.write_text(PAGE.format(table(found)))
 
 
 if __name__ == "__main__":

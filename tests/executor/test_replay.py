@@ -74,6 +74,15 @@ def test_a_replay_on_the_virtual_clock_decides_as_the_simulator(rig, live_machin
     assert found.decode == run.decode
 
 
+@pytest.mark.parametrize("policy", ["marginal", "governed:shortest=0"])
+def test_draft_lengths_are_chosen_within_the_same_steps_as_when_simulated(policy, rig, live_machine):
+    """The first steps of the trace, cut anew: not as many of the new ones."""
+    trace = first_steps(trace_of(), 5)
+    told = simulate(trace, load_policy(policy), live_machine, 8)
+    found = replay(rig, trace_of(), load_policy(policy), Settings(live_machine, 8, "virtual"), 5)
+    assert found.decode == told.decode
+
+
 def test_drafting_is_a_pause_as_long_as_the_profile_says(rig, live_machine):
     from moe_spac.simulator.machine import Quantity
 
