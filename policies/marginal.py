@@ -61,11 +61,12 @@ def most_worth_copying(missing: Sequence[Missing], gpu_ns: int, link_ns: int, co
 
 
 def saved_by_a_hit(costs: Costs, cpu: bool) -> float:
-    """ns less of a layer that finds one more expert resident, where CPU and link share the misses by their speeds and
-    host memory is the limit of both."""
+    """ns less of a layer that finds one more expert resident: its copy, or where CPU and link share the misses by their
+    speeds, with host memory as the limit of both, what one takes there more than on the GPU."""
     copy, here = costs.copy_ns, costs.cpu_fixed_ns + costs.cpu_memory_ns
-    each = max(here * copy / max(1, here + copy), costs.host_bytes_ns) if cpu else copy
-    return max(0.0, each - costs.gpu_ns(1))
+    if not cpu:
+        return float(copy)
+    return max(0.0, max(here * copy / max(1, here + copy), costs.host_bytes_ns) - costs.gpu_ns(1))
 
 
 def slowing_of_cpu(costs: Costs, cpu: bool) -> float:
@@ -123,7 +124,7 @@ class Marginal(Policy):
         self._right = [SURE] * setup.layers
         self._gpu_ns, self._cpu_ns = PerLoad(costs.gpu_ns), PerLoad(costs.cpu_ns)
         self._saved, self._slowing = saved_by_a_hit(costs, setup.cpu), slowing_of_cpu(costs, setup.cpu)
-        if setup.top_k * self._saved <= setup.decide_ns:
+        if setup.cpu and setup.top_k * self._saved <= setup.decide_ns:
             self._saved = 0.0  # a token's hits in a layer save less than it takes to decide about them
         self._busy = 1.0  # share of a pass in which the CPU computes experts
         self._lengths = LengthChooser(max(1, setup.draft_length))
@@ -189,11 +190,11 @@ class Marginal(Policy):
             self._check_forecast(demand)
         if self._prefill:
             return self._read(demand)
-        if not self._saved:
-            return CPU if self._setup.cpu else FETCH  # no copy can pay, so there is nothing to know either
+        if not self._saved and self._setup.cpu:
+            return CPU  # no copy can pay, so there is nothing to know either
         self._price(layer, self.reuse.seen(layer, demand.experts))
         if len(demand.held) == len(demand.experts) or not self._setup.cpu:
-            return Where.FETCH
+            return FETCH
         return self._split(demand, view)
 
     def next_fetch(self, view: View) -> Key | None:
