@@ -30,6 +30,7 @@ from .reuse import Reuse
 GPU, FETCH, CPU = Where.GPU, Where.FETCH, Where.CPU  # looking up a member costs ten times a name
 
 ABSENT, COMING = np.float32(1000), np.float32(500)  # added to the worth of what is not resident; see `_rank`
+RESIDENT_BELOW, ABSENT_ABOVE = 250.0, 750.0  # no worth is so great, or so far below 0, that ranks would mix
 SURE = 0.5  # how often a gate's forecast is right, until that was seen
 LEARN = 0.02  # weight of a layer's forecast, and of a pass, in what was seen
 
@@ -199,7 +200,7 @@ class Marginal(Policy):
 
     def next_fetch(self, view: View) -> Key | None:
         rank = self._rank.reshape(-1)
-        while (best := float(rank[id_ := int(rank.argmax())])) > COMING:
+        while (best := float(rank[id_ := int(rank.argmax())])) > ABSENT_ABOVE:
             key = Key(*divmod(id_, self._setup.experts))
             if not (view.resident(key) or view.in_flight(key)):
                 price = self._busy * self._slowing / self._saved if self._layer >= 0 else 0.0
@@ -219,7 +220,7 @@ class Marginal(Policy):
         return victim
 
     def surrender(self, layer: int, candidates: Candidates, view: View) -> Key | None:
-        return self._coldest(candidates, float(COMING))
+        return self._coldest(candidates, RESIDENT_BELOW)
 
     # Inside
 

@@ -139,6 +139,21 @@ def test_a_forecast_is_fetched_if_it_is_worth_the_copy():
     assert policy.next_fetch(All(held)) == Key(2, 6)
 
 
+def test_nothing_is_asked_for_when_all_are_there_or_coming():
+    policy = started(layers=1, experts=4, slots=3, costs=BY_HAND)
+    held = set(policy.placement())
+    begin(policy)
+    policy._price(0, np.full(4, 0.5, np.float32))
+    view = All(held)
+    view.free = lambda layer: 1
+    assert policy.next_fetch(view) == Key(0, 3)
+    view.in_flight = lambda key: key == Key(0, 3)
+    assert policy.next_fetch(view) is None
+    policy._absent[0, 3] = 1000  # as if its copy were the running layer's
+    policy._price(0, np.full(4, 0.5, np.float32))
+    assert policy.next_fetch(view) is None
+
+
 def test_how_often_forecasts_are_right_is_learnt_by_distance():
     policy = load_policy("marginal")
     rng = np.random.default_rng(1)
