@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from policy_loop import Host, make_setup, random_routing, sets
 
 from moe_spac.policies.interface import Costs, Forecast, Key, LayerReport, StepInfo
-from moe_spac.policies.load import load_policy
-from moe_spac.policies.marginal import most_worth_copying, saved_by_a_hit, slowing_of_cpu
+from moe_spac.policies.marginal import Marginal, most_worth_copying, saved_by_a_hit, slowing_of_cpu
 from moe_spac.traces.schema import Kind
 
 # Copy 100, CPU 40 an expert, 20 for the first and 5 to join, GPU 10; host memory gives an expert in 25 ns.
@@ -66,17 +65,17 @@ def test_no_other_number_of_copies_is_better(each, gpu, link, host):
     assert price(most_worth_copying(items, gpu, link, costs)) == min(map(price, range(len(items) + 1)))
 
 
-def started(layers=2, experts=8, slots=2, spec="marginal", **more):
-    policy = load_policy(spec)
+def started(layers=2, experts=8, slots=2, drafts=True, **more):
+    policy = Marginal(drafts=drafts)
     policy.setup(make_setup(policy, layers, experts, slots, **more))
     return policy
 
 
 class All:
-    """Everything named may be evicted; nothing is resident, coming or free."""
+    """Everything named is resident and may be evicted; `coming` is on its way, `room` slots are free."""
 
-    def __init__(self, keys=()):
-        self.keys = sorted(keys)
+    def __init__(self, keys=(), coming=None, room=0):
+        self.keys, self.coming, self.room = sorted(keys), coming, room
 
     def __contains__(self, key):
         return key in self.keys
@@ -91,10 +90,13 @@ class All:
         return key in self.keys
 
     def in_flight(self, key):
-        return False
+        return key == self.coming
+
+    def residents(self, layer):
+        return [key.expert for key in self.keys if key.layer == layer]
 
     def free(self, layer):
-        return 0
+        return self.room
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -144,10 +146,8 @@ def test_nothing_is_asked_for_when_all_are_there_or_coming():
     held = set(policy.placement())
     begin(policy)
     policy._price(0, np.full(4, 0.5, np.float32))
-    view = All(held)
-    view.free = lambda layer: 1
-    assert policy.next_fetch(view) == Key(0, 3)
-    view.in_flight = lambda key: key == Key(0, 3)
+    assert policy.next_fetch(All(held, room=1)) == Key(0, 3)
+    view = All(held, coming=Key(0, 3))
     assert policy.next_fetch(view) is None
     policy._absent[0, 3] = 1000  # as if its copy were the running layer's
     policy._price(0, np.full(4, 0.5, np.float32))
@@ -155,7 +155,7 @@ def test_nothing_is_asked_for_when_all_are_there_or_coming():
 
 
 def test_how_often_forecasts_are_right_is_learnt_by_distance():
-    policy = load_policy("marginal")
+    policy = Marginal()
     rng = np.random.default_rng(1)
     host = Host(policy, make_setup(policy, 6, 16, 4), random_routing(rng, 120, 6, 16, 2))
     host.play(ahead=2)  # true ones
@@ -165,7 +165,7 @@ def test_how_often_forecasts_are_right_is_learnt_by_distance():
 
 def test_with_nothing_to_gain_nothing_moves():
     """Where the GPU takes longer than the CPU, no copy is worth its time."""
-    policy = load_policy("marginal")
+    policy = Marginal()
     costs = Costs(200_000, 0, 0.0, 0, 1000, 1000, 0.0, 0, 0, 90_000)
     host = Host(policy, make_setup(policy, 2, 8, 2, costs=costs), sets([5, 6], [5, 7], [5, 6], layers=2))
     total = host.play().total
@@ -175,14 +175,14 @@ def test_with_nothing_to_gain_nothing_moves():
 @pytest.mark.parametrize(("decide_ns", "copies"), [(36, True), (38, False)])
 def test_it_moves_nothing_where_deciding_takes_longer_than_all_that_can_be_saved(decide_ns, copies):
     """Two experts a token, 18.6 ns each."""
-    policy = load_policy("marginal")
+    policy = Marginal()
     setup = make_setup(policy, 2, 8, 2, costs=BY_HAND, decide_ns=decide_ns)
     host = Host(policy, setup, sets(*[[5, 6], [5, 7]] * 10, layers=2))
     assert (host.play().total.copies > 0) is copies
 
 
 def test_without_a_cpu_every_miss_is_fetched():
-    policy = load_policy("marginal")
+    policy = Marginal()
     setup = make_setup(policy, 1, 8, 4, cpu=False, decide_ns=10**9)  # there is no other way, however long it takes
     host = Host(policy, setup, sets([4, 5], [4, 5], [4, 5], [4, 5]))
     total = host.play().total
@@ -191,7 +191,7 @@ def test_without_a_cpu_every_miss_is_fetched():
 
 
 def test_nothing_is_fetched_for_a_prompt_to_stay():
-    policy = load_policy("marginal:background=false")
+    policy = Marginal(background=False)
     host = Host(policy, make_setup(policy, 2, 8, 2), random_routing(np.random.default_rng(0), 3, 2, 8, 2, tokens=6))
     before = set(host.driver.cache.resident)
     host.play([Kind.PREFILL] * 3)
@@ -200,7 +200,7 @@ def test_nothing_is_fetched_for_a_prompt_to_stay():
 
 def test_slots_that_come_back_are_used():
     """After two slots went and came back, what takes them is known as resident to the policy, too."""
-    policy = load_policy("marginal")
+    policy = Marginal()
     routing = random_routing(np.random.default_rng(3), 40, 2, 12, 3)
     host = Host(policy, make_setup(policy, 2, 12, 4, top_k=3), routing)
     host.play(slots={5: (5,), 12: (8,)})
@@ -226,12 +226,12 @@ def test_drafting_that_does_not_pay_is_given_up():
 
 def test_it_leaves_draft_lengths_alone_when_told_to_or_when_there_are_none():
     assert "draft_length" not in started(draft_length=4).deaf
-    assert "draft_length" in started(draft_length=4, spec="marginal:drafts=false").deaf
+    assert "draft_length" in started(draft_length=4, drafts=False).deaf
     assert "draft_length" in started().deaf
 
 
 def test_a_layer_without_misses_asks_nothing():
-    policy = load_policy("marginal")
+    policy = Marginal()
     host = Host(policy, make_setup(policy, 1, 4, 4), sets([0, 1], [2, 3]))
     total = host.play().total
     assert (total.needed, total.hits, total.copies) == (4, 4, 0)
@@ -241,7 +241,7 @@ def test_what_is_wanted_most_ends_up_resident():
     """Two of eight experts are needed in every pass, beside two that change: the two stay, in both layers."""
     rng = np.random.default_rng(5)
     passes = [[6, 7, *rng.choice(6, 2, replace=False).tolist()] for _ in range(60)]
-    policy = load_policy("marginal")
+    policy = Marginal()
     host = Host(policy, make_setup(policy, 2, 8, 3, top_k=4), sets(*passes, layers=2))
     host.play()
     assert {Key(layer, e) for layer in (0, 1) for e in (6, 7)} <= set(host.driver.cache.resident)
