@@ -146,10 +146,7 @@ class Marginal(Policy):
         layer, experts = forecast.layer, np.fromiter(forecast.counts, np.intp)
         distance = layer - self._layer - 1  # the gate of the layer before it has just been asked
         self._ahead[layer] = distance, experts
-        worth = self._worth[layer]
-        np.multiply(self.reuse.demand[layer], self.passes, out=worth)
-        worth[experts] += self._right[distance]
-        np.add(worth, self._absent[layer], out=self._rank[layer])
+        self._price(layer, self.reuse.demand[layer], experts, self._right[distance])
 
     def transfer_done(self, key: Key, size: int, ns: int) -> None:
         if key in self._flying:  # a prefetch; what a layer fetched has not been given a slot yet
@@ -224,10 +221,13 @@ class Marginal(Policy):
 
     # Inside
 
-    def _price(self, layer: int, demand: np.ndarray) -> None:
-        """A layer's experts are worth `passes` times their demand; what was forecast before is forgotten."""
+    def _price(self, layer: int, demand: np.ndarray, named: np.ndarray | None = None, chance: float = 0.0) -> None:
+        """A layer's experts are worth `passes` times their demand, `named` ones `chance` uses more; what was forecast
+        before is forgotten."""
         worth = self._worth[layer]
         np.multiply(demand, self.passes, out=worth)
+        if named is not None:
+            worth[named] += chance
         np.add(worth, self._absent[layer], out=self._rank[layer])
 
     def _put(self, key: Key, where: float) -> None:

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..policies.reuse import HALF_LIVES as HALF_LIVES
+from ..policies.reuse import WINDOW
 from ..policies.utility import UtilityEstimator, scaled_constants
 from ..traces.schema import Kind
 from ..traces.views import Steps
-
-HALF_LIVES = (1, 4, 16, 64, 256)  # passes
-WINDOW = 3  # passes whose mean demand `Combined` learns to forecast
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,8 +340,3 @@ class Combined(Signal):
         self._square = self._fade * self._square + asked.T @ asked
         self._cross = self._fade * self._cross + asked.T @ came.reshape(-1)
         self.weights = np.linalg.solve(self._square, self._cross)
-
-
-def rates_and_recency() -> list[Signal]:
-    """What `policies/reuse.py` combines."""
-    return [Recency(), *(Rate(half_life) for half_life in HALF_LIVES)]

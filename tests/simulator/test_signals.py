@@ -220,7 +220,7 @@ def test_no_signal_sees_the_future(late):
         lambda: Followers(layers, experts),
         lambda: OwnTokens(layers, experts),
         lambda: NextTokens(layers, experts),
-        lambda: Combined(*signals.rates_and_recency(), OwnTokens(layers, experts)),
+        lambda: Combined(signals.Recency(), *map(signals.Rate, signals.HALF_LIVES), OwnTokens(layers, experts)),
     ]
     for new in make:
         known = 6 - late  # the last one has no next pass whose tokens could be known
