@@ -29,7 +29,7 @@ from .reuse import Reuse
 
 GPU, FETCH, CPU = Where.GPU, Where.FETCH, Where.CPU  # looking up a member costs ten times a name
 
-ABSENT, COMING = np.float32(1000), np.float32(500)  # added to the worth of what is not resident; see `_rank`
+ABSENT, COMING = 1000.0, 500.0  # added to the worth of what is not resident; see `_rank`
 RESIDENT_BELOW, ABSENT_ABOVE = 250.0, 750.0  # no worth is so great, or so far below 0, that ranks would mix
 SURE = 0.5  # how often a gate's forecast is right, until that was seen
 LEARN = 0.02  # weight of a layer's forecast, and of a pass, in what was seen
@@ -118,7 +118,7 @@ class Marginal(Policy):
         self.reuse = Reuse(*shape)
         self._worth = np.zeros(shape, np.float32)  # expected uses
         # The least of all ranks is the coldest resident and the greatest the warmest of those that could be fetched.
-        self._absent = np.full(shape, ABSENT)
+        self._absent = np.full(shape, ABSENT, np.float32)
         self._rank = self._worth + self._absent
         self._flying: set[Key] = set()
         self._ahead: dict[int, tuple[int, np.ndarray]] = {}  # of a layer: how far ahead it was forecast, and what

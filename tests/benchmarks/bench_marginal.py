@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     sizes, settings = (Sizes(30, 60, 2), (SETTINGS[7], SETTINGS[10])) if args.quick else (Sizes(60, 128, 4), SETTINGS)
-    found = contest(Parallel(args.jobs, backend="multiprocessing", batch_size=1), settings, sizes)
+    found = contest(Parallel(args.jobs, backend="multiprocessing"), settings, sizes)
     say(table(found))
     if args.json:
         args.json.write_text(json.dumps([{**vars(f), "setting": vars(f.setting)} for f in found], indent=1))
