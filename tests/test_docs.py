@@ -2,7 +2,7 @@
 
 Not run as shown, since it cannot be done here: models whose weights are not at hand (30B and more) and `--device cuda`.
 Such a command is run on the embedded pair without a GPU, and its options are checked as shown. Long ones are cut short,
-as `INSTEAD` says. Synopses (with `[`, `|` or `…`) and commands within sentences are checked for their options.
+as `INSTEAD` and `SMALL` say. Synopses (with `[`, `|` or `…`) and commands within sentences: their options are checked.
 """
 
 import ast
@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -21,9 +22,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from moe_spac.executor import kernels
+from moe_spac.executor.device import has_gpu
+
 ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "tests" / "benchmarks"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "traces" / "pair" / "README.md"]
 SPEAKING = [*PAGES, *sorted((ROOT / "traces").rglob("README.md")), *sorted((ROOT / "notebooks").glob("*.ipynb"))]
 SOURCES = [p for part in ("traces", "policies", "simulator", "executor") for p in sorted((ROOT / part).rglob("*.py"))]
@@ -39,10 +45,9 @@ INSTEAD = [
     (r"spac-exec calibrate", "spac-exec calibrate --rounds 1"),
     (r"spac-exec bench", "spac-exec bench -r 1 -p 8 -n 8"),
     (r"(synth --like \S+ -o T)$", r"\1 --tokens 256"),
-    (r"(spac-sim sweep gpt-oss-20b.*)", r"\1 --limit-steps 10"),
     (r"stats gpt-oss-20b --plot", "stats pair.spac --plot"),  # a minute; tests/traces/test_stats.py reads all of it
     (r" --tokens 4096", " --tokens 256"),
-    (r" --limit-steps 300", " --limit-steps 40"),
+    (r" --limit-steps (300|1000)", " --limit-steps 20"),
     (r"(spac-exec (?:generate|serve)(?!.*--machine).*)", r"\1 --machine rtx4060-laptop"),  # not measured at each start
     # any port that is free
     (r" --port 8080", " --port 0"),
@@ -54,6 +59,21 @@ GIVEN = {
     "running.md": f"{WINNER} winner.toml",
     "trace-statistics/README.md": "spac-trace record -o pair.spac --prompt-limit 1 --max-new-tokens 4",
 }
+# Scripts: what is run in place of what is shown. Fewer tokens, rounds and prompts of the same.
+SMALL = [
+    (r"bench_engine\.py(?: --quick)?", "bench_engine.py --tokens 8"),
+    (r"bench_(record|lanes)\.py", r"bench_\1.py --tokens 4 --rounds 1"),
+    (r"bench_floor\.py", "bench_floor.py --rounds 1"),
+    (r"bench_kernels\.py", "bench_kernels.py --megabytes 1 --repeats 1"),
+    (r"bench_marginal\.py(?: -o \S+)?", "bench_marginal.py --quick --tokens 10 --jobs 1 -o docs/marginal-results.md"),
+    (r"exact\.py", "exact.py --policy moe-spac"),
+    (r"--split", "--split --layers 1 --tokens 6"),
+    (r"--minutes 30", "--minutes 0.01 --prompts 2"),
+    (r"synth_fit NAME", "synth_fit deepseek-v2-lite"),
+    (r"pair\.measure", "pair.measure --prompts two.jsonl --new-tokens 9"),
+]
+TWO = '{"text": "And God said", "domain": "scripture"}\n{"text": "def add(a, b):", "domain": "code"}\n'
+SCRIPT = re.compile(r"python ((?:tests/benchmarks/\w+\.py|-m moe_spac(?:\.\w+)+)[^`\n]*?)(?=`|$|  )", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 WITHIN = re.compile(r"`(spac-(?:trace|sim|exec) [a-z][^`]*)`")
 SAID = re.compile(r"spac-(?:trace|sim|exec) [a-z]+(?:-[a-z]+)*(?: --[a-z-]+)*")
@@ -188,12 +208,53 @@ def test_what_stores_take_is_as_computed():
     assert [f"{size:.2f}" for size in sizes] == re.findall(r"MiB \| ([\d.]+) GiB \|", page)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_scripts_that_are_named_exist(page):
-    for script in re.findall(r"python (tests/\S+\.py)", page.read_text()):
-        assert (ROOT / script).is_file(), script
-    for module in re.findall(r"python -m moe_spac\.([\w.]+)", page.read_text()):
-        assert (ROOT / f"{module.rstrip('.').replace('.', '/')}.py").is_file(), module
+def scripts() -> list[str]:
+    """Commands of Python that pages show, each once, as they are run: small."""
+    found = []
+    for page in [*PAGES, BENCHMARKS / "README.md"]:
+        for command in SCRIPT.findall(page.read_text()):
+            for pattern, other in SMALL:
+                command = re.sub(pattern, other, command)
+            found.append(command.strip())
+    return list(dict.fromkeys(found))
+
+
+def test_every_benchmark_is_shown():
+    named = {command.split()[0] for command in scripts()}
+    assert named >= {f"tests/benchmarks/{p.name}" for p in BENCHMARKS.glob("*.py") if "__main__" in p.read_text()}
+
+
+@pytest.mark.parametrize("command", scripts())
+def test_scripts_run(command, tmp_path, monkeypatch, capfd):
+    """In a copy of the folders that they write to. What needs a GPU or llama.cpp says so in one line."""
+    if command.endswith("gpu_check") and has_gpu():
+        pytest.skip("minutes; tests/executor/test_gpu.py has it")
+    if "bench_kernels" in command and not kernels.ready():
+        pytest.skip("the kernels are not built")
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copytree(ROOT / "traces" / "synthetic", tmp_path / "traces" / "synthetic")
+    (tmp_path / "traces" / "pair").mkdir()
+    (tmp_path / "two.jsonl").write_text(TWO)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("moe_spac.traces.synth.FOLDER", tmp_path / "traces" / "synthetic")
+    first, *words = shlex.split(command)
+    place = words.pop(0) if first == "-m" else str(ROOT / first)
+    monkeypatch.setattr(sys, "argv", [place, *words])
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    threads = torch.get_num_threads()
+    try:
+        (runpy.run_module if first == "-m" else runpy.run_path)(place, run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+    finally:
+        torch.set_num_threads(threads)
+    out, err = capfd.readouterr()
+    if command.endswith(("--llama-python P", "gpu_check")):
+        assert (code, out, err.count("\n"), err[:7]) == (2, "", 1, "error: ")
+    else:
+        assert code == 0, f"{out}\n{err}"
+        assert out or "synth_fit" in command
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

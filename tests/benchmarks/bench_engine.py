@@ -1,6 +1,6 @@
 """How fast the simulator is and where its time goes; prints ratios, asserts only that equal models agree.
 
-    python tests/benchmarks/bench_engine.py [--quick]
+    python tests/benchmarks/bench_engine.py [--quick] [--only PARTS]
 
 Times are CPU seconds of this process, the best of several repeats, so that other work on the machine matters little;
 ratios are steadier than rates. The trace is synthetic: 48 layers, 128 experts, top-8.
@@ -62,8 +62,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a 20-second version")
     parser.add_argument("--only", default="abcde", help="which parts, e.g. ac")
+    parser.add_argument("--tokens", type=int, help="of every part, each once: does all of it run?")
     given = parser.parse_args()
     sizes = Sizes(200, 40, 40, 16, 2) if given.quick else Sizes(1000, 200, 400, 100, 5)
+    if given.tokens:
+        sizes = Sizes(*4 * [given.tokens], repeats=1)
     machine = load_machine(MACHINE)
     trace = Held.of(synthesize(MODEL, 10 * sizes.short if "b" in given.only else sizes.engine))
     parts: dict[str, Callable[[], None]] = {

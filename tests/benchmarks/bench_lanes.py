@@ -12,7 +12,7 @@ import resource
 import time
 from typing import Any
 
-from moe_spac.executor.calibrate import calibrate
+from moe_spac.executor.calibrate import ROUNDS, calibrate
 from moe_spac.executor.models import Models, load_models
 from moe_spac.executor.probe import PairSubject
 from moe_spac.executor.real import RealHost
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     models = load_models()
-    machine = calibrate(PairSubject(models))
+    machine = calibrate(PairSubject(models), rounds=min(ROUNDS, given.rounds))
     rows = [[measure(models, machine, p, given.tokens) for p in given.policy] for _ in range(given.rounds)]
     best = [max(column, key=lambda row: row["tokens_per_s"]) for column in zip(*rows, strict=True)]
     if given.json:

@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 HIDDEN, WIDTH, EXPERTS, TOP_K, LAYERS = 2048, 768, 128, 8, 48
 HEADS, KV_HEADS, HEAD, VOCAB = 32, 4, 128, 151936
@@ -173,10 +174,9 @@ def split(layers: int, vocab: int, tokens: int) -> dict[str, float]:
     from moe_spac.executor import kernels
     from moe_spac.traces.lean import LeanModel
 
-    os.environ["SPAC_THREADS"] = "1"
     spent, steps = {"products": 0}, []
 
-    def timed(owner: Any, name: str, note: Any) -> None:
+    def timed(owner: Any, name: str, note: Any) -> Any:
         inner = getattr(owner, name)
 
         def outer(*args: Any, **kwargs: Any) -> Any:
@@ -185,7 +185,7 @@ def split(layers: int, vocab: int, tokens: int) -> dict[str, float]:
             note(thread_time_ns() - begin)
             return result
 
-        setattr(owner, name, outer)
+        return patch.object(owner, name, outer)
 
     def product(ns: int) -> None:
         spent["products"] += ns
@@ -194,10 +194,9 @@ def split(layers: int, vocab: int, tokens: int) -> dict[str, float]:
         steps.append((spent["products"] / layers / 1e6, (ns - spent["products"]) / layers / 1e6))
         spent["products"] = 0
 
-    timed(kernels, "run", product)
-    timed(kernels, "multiply", product)
-    timed(LeanModel, "feed", step)
-    ours(layers, vocab, tokens)
+    watched = timed(kernels, "run", product), timed(kernels, "multiply", product), timed(LeanModel, "feed", step)
+    with patch.dict(os.environ, SPAC_THREADS="1"), watched[0], watched[1], watched[2]:
+        ours(layers, vocab, tokens)
     products, rest = (statistics.median(side) for side in zip(*steps[4:], strict=True))
     return {"products, CPU ms/layer": products, "all else, CPU ms/layer": rest}
 
@@ -257,7 +256,16 @@ def full(options: argparse.Namespace) -> dict[str, Any]:
     return {"full model, ms/token": 1e3 * typical(times), "full model, tokens/s": 1 / typical(times)}
 
 
-def main() -> None:
+def why_not(python: str) -> str:
+    """Why a Python cannot run llama.cpp; empty if it can."""
+    try:
+        done = subprocess.run([python, "-c", "import llama_cpp"], capture_output=True)
+    except OSError as error:
+        return str(error.strerror)
+    return "it cannot import llama_cpp" if done.returncode else ""
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-python", help="a Python that has llama-cpp-python; ours alone without")
     parser.add_argument("--layers", type=int, default=4, help="of the smaller model; the larger has twice as many")
@@ -272,14 +280,18 @@ def main() -> None:
     options = parser.parse_args()
     if options.child:
         print(json.dumps(ours(options.child, options.vocab, options.tokens)))  # noqa: T201
-        return
+        return 0
+    if options.llama_python and (why := why_not(options.llama_python)):
+        sys.stderr.write(f"error: --llama-python {options.llama_python}: {why}; name one that has llama-cpp-python\n")
+        return 2
     if options.split:
         found = split(options.layers, options.vocab, options.tokens)
     else:
         found = full(options) if options.full else slopes(options)
     for name, value in found.items():
         print(f"{name:56s} {value:10.3f}")  # noqa: T201
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

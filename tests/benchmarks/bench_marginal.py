@@ -226,11 +226,14 @@ def table(found: Sequence[Finding]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="two settings, short texts")
+    parser.add_argument("--tokens", type=int, help="of every text, too few to tell anything: does all of it run?")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("-o", type=Path, help="write the table here, too")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     sizes, settings = (Sizes(30, 60, 2), (SETTINGS[7], SETTINGS[10])) if args.quick else (Sizes(60, 128, 4), SETTINGS)
+    if args.tokens:
+        sizes = Sizes(args.tokens, args.tokens, sizes.texts)
     found = contest(Parallel(args.jobs, backend="multiprocessing"), settings, sizes)
     say(table(found))
     if args.json:

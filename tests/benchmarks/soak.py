@@ -1,6 +1,6 @@
 """A real server on the embedded pair under mixed requests for as long as you like, its policy changing all the time.
 
-    python tests/benchmarks/soak.py --minutes 30 [--json soak.json]
+    python tests/benchmarks/soak.py --minutes 30 [--prompts N] [--json soak.json]
 
 Every greedy answer is compared with transformers' own text, every sampled one with the first of its seed. Prints the
 server's resident memory over time with its slope, and its threads before, after and at the end. Exit 1 unless all
@@ -77,12 +77,12 @@ def references(texts: list[str]) -> dict[str, str]:
 class Client:
     """Sends requests of all kinds and judges the answers."""
 
-    def __init__(self, url: str, seed: int, soak: Soak) -> None:
+    def __init__(self, url: str, seed: int, soak: Soak, prompts: int | None = None) -> None:
         self.url, self.soak = url, soak
         self.rng = random.Random(seed)
         self.api = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         self.model = self.api.models.list().data[0].id
-        texts = [prompt.turns[0][:200] for prompt in read_prompts(None)]
+        texts = [prompt.turns[0][:200] for prompt in read_prompts(None, prompts)]
         greedy = references(texts)
         self.talks: list[Talk] = [[("user", text)] for text in texts]
         for text, later in zip(texts, texts[1:] + texts[:1], strict=True):
@@ -183,11 +183,11 @@ def settled_threads(pid: int) -> int:
     return state(pid)[1]
 
 
-def run(minutes: float, seed: int) -> Soak:
+def run(minutes: float, seed: int, prompts: int | None) -> Soak:
     soak = Soak()
     process, url = start()
     try:
-        client = Client(url, seed, soak)
+        client = Client(url, seed, soak, prompts)
         for policy in POLICIES:  # each once, so that whatever is made once has been made
             client._chat(client.talks[0], policy)
         client._chat(client.talks[0], POLICIES[0])
@@ -213,11 +213,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prompts", type=int, help="use so many of the embedded ones; else all")
     parser.add_argument("--json", type=Path, help="write everything there too")
     given = parser.parse_args()
     if given.json is not None and not given.json.parent.is_dir():
         parser.error(f"--json {given.json}: no such folder")
-    soak = run(given.minutes, given.seed)
+    soak = run(given.minutes, given.seed, given.prompts)
     slope, grown, mean = soak.growth()
     requests = sum(soak.outcomes.values())
     say(f"{requests} requests in {given.minutes:g} min: {dict(soak.outcomes)}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..models import Pair, load_pair
-from ..prompts import read_prompts
+from ..prompts import Prompt, read_prompts
 from ..reader import Trace, open_trace
 from ..recorder import record
 from ..report import statistics
@@ -23,10 +23,9 @@ from ..speculate import Options
 NEW_TOKENS = 64
 
 
-def record_at(pair: Pair, draft_length: int, out: Path) -> tuple[Trace, list[list[int]]]:
-    """Record all held-out prompts; the trace and the text of each sequence."""
-    options = Options(max_new_tokens=NEW_TOKENS, draft_length=draft_length)
-    summary = record(pair, read_prompts("held-out"), out, options, source="bundled held-out prompts", compare=True)
+def record_at(pair: Pair, prompts: list[Prompt], options: Options, out: Path) -> tuple[Trace, list[list[int]]]:
+    """Record all prompts; the trace and the text of each sequence."""
+    summary = record(pair, prompts, out, options, compare=True)
     assert not summary.differences, "speculative greedy decoding must not change a float32 text"
     return open_trace(out), summary.texts
 
@@ -48,25 +47,26 @@ def acceptance_by_domain(trace: Trace) -> dict[str, dict[str, float]]:
     }
 
 
-def samples(pair: Pair, texts: list[list[int]]) -> dict[str, dict[str, str]]:
+def samples(pair: Pair, prompts: list[Prompt], texts: list[list[int]]) -> dict[str, dict[str, str]]:
     """The first prompt of each domain and what the target makes of it."""
     found: dict[str, dict[str, str]] = {}
-    for prompt, text in zip(read_prompts("held-out"), texts, strict=True):
+    for prompt, text in zip(prompts, texts, strict=True):
         if prompt.domain not in found:
             given = len(pair.tokenizer.encode(prompt.turns[0]))
             found[prompt.domain] = {"prompt": prompt.turns[0], "continuation": pair.tokenizer.decode(text[given:])}
     return found
 
 
-def measure() -> dict[str, Any]:
+def measure(prompts: list[Prompt], new_tokens: int) -> dict[str, Any]:
     pair = load_pair()
-    found: dict[str, Any] = {"prompts": len(read_prompts("held-out")), "new_tokens": NEW_TOKENS, "temperature": 0.0}
+    found: dict[str, Any] = {"prompts": len(prompts), "new_tokens": new_tokens, "temperature": 0.0}
     with tempfile.TemporaryDirectory() as folder:
         for length in (4, 8):
-            trace, texts = record_at(pair, length, Path(folder) / f"{length}.spac")
+            options = Options(max_new_tokens=new_tokens, draft_length=length)
+            trace, texts = record_at(pair, prompts, options, Path(folder) / f"{length}.spac")
             found[f"draft_length_{length}"] = acceptance_by_domain(trace)
         stats = statistics(trace)
-        found["samples"] = samples(pair, texts)
+        found["samples"] = samples(pair, prompts, texts)
     layers = stats["layers"]
     for name in ("overlap_1", "top20", "entropy", "union_8"):
         found[name] = _spread([layer[name] for layer in layers])
@@ -87,9 +87,11 @@ def _spread(values: list[float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="See the top of the file.")
     parser.add_argument("-o", dest="out", type=Path, required=True)
-    out = parser.parse_args().out
-    found = measure()
-    out.write_text(json.dumps(found, indent=1) + "\n")
+    parser.add_argument("--prompts", default="held-out", metavar="SET|FILE", help="other ones")
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="of each prompt")
+    given = parser.parse_args()
+    found = measure(read_prompts(given.prompts), given.new_tokens)
+    given.out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps({k: v for k, v in found.items() if k != "samples"}, indent=1))
 
 
