@@ -66,6 +66,7 @@ SMALL = [
     (r"bench_floor\.py", "bench_floor.py --rounds 1"),
     (r"bench_kernels\.py", "bench_kernels.py --megabytes 1 --repeats 1"),
     (r"bench_marginal\.py(?: -o \S+)?", "bench_marginal.py --quick --tokens 10 --jobs 1 -o docs/marginal-results.md"),
+    (r"load_peak\.py", "load_peak.py --quick"),
     (r"exact\.py", "exact.py --policy moe-spac"),
     (r"--split", "--split --layers 1 --tokens 6"),
     (r"--minutes 30", "--minutes 0.01 --prompts 2"),
@@ -231,6 +232,8 @@ def test_scripts_run(command, tmp_path, monkeypatch, capfd):
         pytest.skip("minutes; tests/executor/test_gpu.py has it")
     if "bench_kernels" in command and not kernels.ready():
         pytest.skip("the kernels are not built")
+    if "load_peak" in command and not sys.platform.startswith("linux"):
+        pytest.skip("reads /proc")
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copytree(ROOT / "traces" / "synthetic", tmp_path / "traces" / "synthetic")
     (tmp_path / "traces" / "pair").mkdir()
