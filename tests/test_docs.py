@@ -61,12 +61,13 @@ GIVEN = {
 }
 # Scripts: what is run in place of what is shown. Fewer tokens, rounds and prompts of the same.
 SMALL = [
-    (r"bench_engine\.py(?: --quick)?", "bench_engine.py --tokens 8"),
+    (r"bench_engine\.py(?: --quick| --only ac)?", "bench_engine.py --tokens 8"),
     (r"bench_(record|lanes)\.py", r"bench_\1.py --tokens 4 --rounds 1"),
     (r"bench_floor\.py", "bench_floor.py --rounds 1"),
     (r"bench_kernels\.py", "bench_kernels.py --megabytes 1 --repeats 1"),
     (r"bench_marginal\.py(?: -o \S+)?", "bench_marginal.py --quick --tokens 10 --jobs 1 -o docs/marginal-results.md"),
     (r"load_peak\.py", "load_peak.py --quick"),
+    (r"-m timeit", "-m timeit -n 1 -r 1"),
     (r"exact\.py", "exact.py --policy moe-spac"),
     (r"--split", "--split --layers 1 --tokens 6"),
     (r"--minutes 30", "--minutes 0.01 --prompts 2"),
@@ -74,7 +75,7 @@ SMALL = [
     (r"pair\.measure", "pair.measure --prompts two.jsonl --new-tokens 9"),
 ]
 TWO = '{"text": "And God said", "domain": "scripture"}\n{"text": "def add(a, b):", "domain": "code"}\n'
-SCRIPT = re.compile(r"python ((?:tests/benchmarks/\w+\.py|-m moe_spac(?:\.\w+)+)[^`\n]*?)(?=`|$|  )", re.MULTILINE)
+SCRIPT = re.compile(r"python ((?:tests/benchmarks/\w+\.py|-m (?:timeit|moe_spac\.[\w.]+))[^`\n]*?)(?=`|$|  )", re.M)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 WITHIN = re.compile(r"`(spac-(?:trace|sim|exec) [a-z][^`]*)`")
 SAID = re.compile(r"spac-(?:trace|sim|exec) [a-z]+(?:-[a-z]+)*(?: --[a-z-]+)*")
@@ -213,7 +214,7 @@ def scripts() -> list[str]:
     """Commands of Python that pages show, each once, as they are run: small."""
     found = []
     for page in [*PAGES, BENCHMARKS / "README.md"]:
-        for command in SCRIPT.findall(page.read_text()):
+        for command in SCRIPT.findall(re.sub(r"\\\n +", "", page.read_text())):
             for pattern, other in SMALL:
                 command = re.sub(pattern, other, command)
             found.append(command.strip())
