@@ -105,7 +105,7 @@ def _rig(folder: Path, form: str, layers: int, new_tokens: int, steps: int) -> "
     made = synthesize(RIG["like"], 5 * steps, draft_length=4, acceptance=[0.7], prefill=8)
     trace = in_format(paused(first_layers(made, layers)), form)
     shape = trace.header.target
-    needs = memory_of(shape, 24 * layers, dense=True)
+    needs = memory_of(shape, 4 * shape.top_k * layers, dense=True)  # slots of the calibration
     check_memory("host memory", "versus", needs, free_ram(), "give fewer --layers, a smaller --format, or --no-rig")
     name = f"{shape.name}, {layers} of its layers, {form}; {trace.header.provenance} routing"
     return RigStage(build(trace, form), trace, steps, name)

@@ -96,7 +96,9 @@ def figures(seen: Round) -> Figures:
     on_cpu = [x.cpu_work for x in layers([*seen.on_cpu, *seen.layered]) if x.cpu_work]
     _, *cpu = calls([(len(work), sum(n for n, _ in work), sum(ns for _, ns in work)) for work in on_cpu])
     used = [one for group in (seen.on_cpu, seen.halves, seen.fifths, seen.layered) for one in verifying(group)]
-    first, hybrid, beside, overlap = contention([slowed([s], dense) for s in used], (cold_call, price), priced(cpu))
+    gpu_alone, cpu_alone = (cold_call, price), priced(cpu)
+    overlap = sharing(layers([*verifying(seen.halves), *verifying(seen.fifths)]), gpu_alone, cpu_alone)
+    first, hybrid, beside = contention([slowed([s], dense) for s in used], gpu_alone, cpu_alone, overlap)
     drafted = [s.times for s in [*cold, *used] if s.times.draft and s.times.tokens > 1]
     later = (
         cold_step - step + max((len(s.layers) for s in drafted), default=0) * (dense[0] - warm[0] + cold_call - call)
@@ -210,15 +212,27 @@ def slowed(seen: Iterable[Seen], dense: tuple[float, float, float]) -> list[tupl
     return found
 
 
+def sharing(seen: Iterable[LayerTimes], gpu: tuple[float, Price], cpu: Price) -> float:
+    """Share of the time in which both tiers compute that each loses: how much longer the experts on the fast device
+    take than alone, where the CPU tier computes for longer. gpu: ns of a call and of an expert, cpu: of an expert,
+    alone."""
+    slower = []
+    for x in seen:
+        fast, slow = gpu[0] + sum(gpu[1](n) for n, _ in x.work), sum(cpu(n) for n, _ in x.cpu_work)
+        if x.work and 0 < fast <= slow:
+            slower.append(x.expert / fast - 1)
+    return min(1.0, max(0.0, typical(slower)))
+
+
 def contention(
-    steps: Iterable[Sequence[tuple[float, LayerTimes]]], gpu: tuple[float, Price], cpu: Price
-) -> tuple[float, float, float, float]:
+    steps: Iterable[Sequence[tuple[float, LayerTimes]]], gpu: tuple[float, Price], cpu: Price, overlap: float
+) -> tuple[float, float, float]:
     """Of what a layer on the CPU tier costs beside its experts: the part that other work hides, and the part that
-    nothing does; what it costs more on both tiers; and the share of the time in which both compute that each loses.
+    nothing does; and what it costs more on both tiers.
 
     steps: layers as `slowed` gives them, some on the CPU tier, alone or beside the device. They are taken together:
-    whoever has waited for the CPU tier is slower for longer than that layer. gpu: ns of a call and of an expert, cpu:
-    of an expert, alone.
+    whoever has waited for the CPU tier is slower for longer than that layer. gpu, cpu: as for `sharing`, which says
+    `overlap`.
     """
     table = []  # of each step: ns in all, and of each layer the device's work, the CPU tier's, and whether it has any
     for step in steps:
@@ -228,24 +242,22 @@ def contention(
             (sum(late + x.wall - x.policy for late, x in step), fast, slow, [bool(x.cpu_work) for _, x in step])
         )
     if not table:
-        return 0.0, 0.0, 0.0, 0.0
+        return 0.0, 0.0, 0.0
     wall, fast, slow, uses = (np.array(column, float) for column in zip(*table, strict=True))
     usual = ~freaks(wall)
     wall, fast, slow, uses = wall[usual], fast[usual], slow[usual], uses[usual]
-    best, answer = np.inf, (0.0, 0.0, 0.0, 0.0)
+    best, answer = np.inf, (0.0, 0.0, 0.0)
     both = ((fast > 0) * uses).sum(1)
-    apart = ((0, 1), (0,), (1,)) if both.any() else ((0,),)
+    columns = np.column_stack([uses.sum(1), both])
+    choices = ((0, 1), (0,), (1,)) if both.any() else ((0,),)
     most = float((wall - slow.sum(1)).sum() / max(1.0, uses.sum()))
     for first in np.linspace(0, max(0.0, most), 33):
         tier = slow + first * uses
-        lost = wall - np.maximum(fast, tier).sum(1)
-        columns = np.column_stack([uses.sum(1), both, np.minimum(fast, tier).sum(1)])
-        told = positive(columns, lost, (*apart, *((*some, 2) for some in apart)) if both.any() else apart)
-        if told[2] > 1:  # neither can lose more than all of it
-            told = positive(columns, lost, apart)
+        lost = wall - (np.maximum(fast, tier) + overlap * np.minimum(fast, tier)).sum(1)
+        told = positive(columns, lost, choices)
         error = float(((lost - columns @ told) ** 2).sum())
         if error < best:
-            best, answer = error, (float(first), float(told[0]), float(told[1]), float(told[2]))
+            best, answer = error, (float(first), float(told[0]), float(told[1]))
     return answer
 
 

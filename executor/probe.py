@@ -27,7 +27,6 @@ DRAFTS = 4
 PROMPT, TOKENS = 8 * MANY + 1, 40  # of a run, and of each half of a yardstick
 BRIEF = 3 * MANY + 1  # prompt of one in which copies take most of the time; it has a third of the tokens
 WARM_UP = 2  # steps of each kind that are not counted
-ROWS = (1, DRAFTS + 1, MANY)
 HOMES = {"g": Where.GPU, "c": Where.CPU, "s": Where.STREAM}
 
 
@@ -209,7 +208,7 @@ class RigSubject:
     def observe(self, probe: Probe, machine: Machine, draft: bool = False, brief: bool = False) -> list[Seen]:
         probe.experts = self.slots
         header = Header(self.shape, Provenance.SYNTHETIC, "calibration")
-        trace = TraceView(header, lambda: iter(self._steps(4 if brief else 8)))
+        trace = TraceView(header, lambda: iter(self._steps(3 if brief else 5)))
         total = self.slots * len(self.shape.moe_layers)
         return _warm([Seen(0, s) for s in replay(self.rig, trace, probe, Settings(machine, total)).times])
 
@@ -217,13 +216,14 @@ class RigSubject:
         return steady([s.times.wall_ns for s in self.observe(Probe("gc"), machine, brief=True)])
 
     def _steps(self, count: int) -> list[Step]:
-        """Steps of 1, 5 and 9 rows in turn; experts of several rows come from twice as many as one row needs."""
-        rng = np.random.default_rng(0)
-        return [self._step(rng, rows) for _ in range(count) for rows in ROWS]
+        """Of one row to as many as a step of the replay verifies, in turn: time does not grow evenly with them."""
+        rng, most = np.random.default_rng(0), 1 + (self.rig.draft_length or MANY - 1)
+        return [self._step(rng, rows) for _ in range(count) for rows in range(1, most + 1, max(1, most // 4))]
 
     def _step(self, rng: np.random.Generator, rows: int) -> Step:
+        """Experts come from four times as many as one row needs: most are then wanted by one row or two, as live."""
         layers, k = len(self.shape.moe_layers), self.shape.top_k
-        pools = [rng.choice(self.slots, min(self.slots, 2 * k), replace=False) for _ in range(layers)]
+        pools = [rng.choice(self.slots, min(self.slots, 4 * k), replace=False) for _ in range(layers)]
         experts = np.array([[rng.choice(pool, k, replace=False) for pool in pools] for _ in range(rows)])
         zeros = np.zeros(rows, np.int32)
         kind = Kind.DECODE if rows == 1 else Kind.PREFILL

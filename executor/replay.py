@@ -2,8 +2,8 @@
 
 What runs is what runs live: the host of the wall clock, its link and its CPU tier, the experts' own kernels on both.
 Stand-ins are said to be such: a layer's attention, norms and router are one matrix product over as many bytes
-(`dense`), drafting is a pause as long as the profile says, and every expert holds the same random numbers in a place of
-its own. So a replay times a machine, and is the ground truth for the simulator on it; what it computes is noise.
+(`_dense`), drafting is a pause as long as the profile says, and every expert holds the same random numbers in a place
+of its own. So a replay times a machine, and is the ground truth for the simulator on it; what it computes is noise.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,6 +24,8 @@ from ..traces.errors import InputError
 from ..traces.redraft import drafted
 from ..traces.schema import DraftShape, Kind, ModelShape, Step
 from ..traces.views import Steps, View
+from . import kernels
+from .dense import Packed
 from .formats import EXACT, QUANTISED, Format
 from .host import RING, Routed
 from .memory import ROOM
@@ -41,11 +43,13 @@ ROWS = 512  # random hidden states to draw from
 class Rig:
     """Random experts of `shape` in host memory, and what stands for the rest of a layer.
 
-    shape: as replayed, with the bytes of the chosen format. dense: one matrix [m, H] a layer, or nothing.
+    shape: as replayed, with the bytes of the chosen format. draft_length: the trace's. dense: one matrix [m, H] a
+    layer, or nothing.
     """
 
     shape: ModelShape
     draft_shape: DraftShape | None
+    draft_length: int
     store: HostStore
     module: Any  # transformers' experts module: it knows the activation
     dense: list[torch.Tensor]
@@ -145,12 +149,23 @@ def build(trace: Steps, name: str, dense: bool = True, device: str = "cpu", seed
     store = HostStore(len(shape.moe_layers), shape.experts, record, pinned=device != "cpu")
     _fill(store, record, rng)
     hidden = torch.randn((ROWS, shape.hidden), generator=rng, dtype=record.dtype)
-    rows = max(1, (shape.dense_bytes - shape.embedding_bytes) // shape.layers // shape.hidden // 4)
-    matrices = []
-    if dense:
-        one = torch.randn((rows, shape.hidden), generator=rng) / shape.hidden**0.5
-        matrices = [one.clone().to(device) for _ in shape.moe_layers]
-    return Rig(shape, header.draft, store, _module(shape), matrices, hidden.to(device))
+    matrices = _dense(shape, rng, device) if dense else []
+    return Rig(shape, header.draft, header.draft_length, store, _module(shape), matrices, hidden.to(device))
+
+
+def _dense(shape: ModelShape, rng: torch.Generator, device: str) -> list[torch.Tensor]:
+    """A matrix [m, H] a layer, of all the bytes that a layer has beside its experts; each in a place of its own.
+
+    On a CPU it is bfloat16 and multiplied by the compiled kernels where there are any: torch's float32 product takes
+    longer with 3 rows than with 9, which no machine that this stands for does.
+    """
+    layer_bytes = (shape.dense_bytes - shape.embedding_bytes) // shape.layers
+    stored = EXACT["bfloat16" if device == "cpu" and kernels.ready() else "float32"]
+    one = torch.randn((max(1, layer_bytes // stored.row_bytes(shape.hidden)), shape.hidden), generator=rng)
+    one /= shape.hidden**0.5
+    if stored.dtype == torch.float32:
+        return [one.clone().to(device) for _ in shape.moe_layers]
+    return [Packed(stored.encode(one).clone(), stored, shape.hidden) for _ in shape.moe_layers]
 
 
 def _fill(store: HostStore, record: Record, rng: torch.Generator) -> None:

@@ -164,7 +164,7 @@ class RigStage:
 
     @property
     def subject(self) -> Subject:
-        return RigSubject(self.rig, 2 * self.rig.shape.top_k)
+        return RigSubject(self.rig, 4 * self.rig.shape.top_k)
 
     def live(self, cell: Cell, machine: Machine) -> Sample:
         total = cell.slots * len(self.rig.shape.moe_layers)

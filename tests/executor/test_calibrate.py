@@ -17,6 +17,7 @@ from moe_spac.executor.fits import (
     fit,
     landing,
     plane,
+    sharing,
     typical,
 )
 from moe_spac.executor.predict import predict
@@ -56,11 +57,12 @@ def one_round() -> Round:
         seen(Kind.DECODE, 2, 0, cpu_work=work, lost=700)
         for work in ([(1, 5_300), (1, 4_400), (2, 4_800)], [(1, 5_300), (1, 4_400)], [(3, 6_100)])
     ]
-    # Both tiers: 4,750 ns beside 900 + 4,400; then 9,450 beside 900 + 4,800.
+    # Both tiers: 4,750 ns beside 900 + 5,200; 9,450 beside 900 + 4,400; 2,450 beside 900 + 8,800. Each loses a quarter
+    # of the time in which both compute.
     halves = [
-        seen(Kind.DECODE, 1, 0, [(1, 2_375)] * 2, [(1, 5_300)], lost=700 + 800 + 4_750 // 4),
-        seen(Kind.DECODE, 1, 0, [(1, 2_375)] * 2 + [(9, 4_700)], [(2, 5_700)], lost=700 + 800 + 5_700 // 4),
-        seen(Kind.DECODE, 1, 0, [(1, 2_450)], [(1, 5_300), (1, 4_400)], lost=700 + 800 + 2_450 // 4),
+        seen(Kind.DECODE, 1, 0, [(1, 2_375 + 1_188), (1, 2_375)], [(3, 6_100 + 1_188)], lost=700 + 800),
+        seen(Kind.DECODE, 1, 0, [(1, 3_700), (1, 2_375), (9, 4_700)], [(1, 5_300 + 1_325)], lost=700 + 800),
+        seen(Kind.DECODE, 1, 0, [(1, 2_450 + 612)], [(1, 5_300 + 612), (1, 4_400)], lost=700 + 800),
     ]
     # Three copies of 20,000, and 2,450 for the last one's work, and 60: the waits are all but 3 times 2,450.
     copying = [seen(Kind.DECODE, 1, 0, [(1, 2_450)] * 3, wait_copy=60_000 + 60 - 2 * 2_450)]
@@ -141,14 +143,27 @@ def test_contention_without_a_layer_on_both_tiers_is_none():
     def price(tokens: int) -> float:
         return 0.0
 
-    assert contention([], (0.0, price), price) == (0.0, 0.0, 0.0, 0.0)
+    assert sharing([], (0.0, price), price) == 0.0
+    assert contention([], (0.0, price), price, 0.0) == (0.0, 0.0, 0.0)
     assert arrival([], (0.0, 0.0, 0.0), (0.0, price)) == 0.0
 
 
 def test_a_cpu_tier_without_a_price_contends_for_nothing():
     """On a disturbed machine the fit may find that its experts cost nothing."""
-    both = [(0.0, LayerTimes(10, 100, work=[(1, 50)], cpu_work=[(1, 40)]))]
-    assert contention([both], (0.0, lambda n: 50.0), lambda n: 0.0) == (0.0, 0.0, 0.0, 0.0)
+    both = LayerTimes(10, 100, work=[(1, 50)], cpu_work=[(1, 40)])
+    assert sharing([both], (0.0, lambda n: 50.0), lambda n: 0.0) == 0.0
+    assert contention([[(0.0, both)]], (0.0, lambda n: 50.0), lambda n: 0.0, 0.0) == (0.0, 0.0, 0.0)
+
+
+def test_what_tiers_lose_to_each_other_is_seen_on_the_fast_device():
+    """60 instead of 10 + 40, beside 60 on the CPU tier; where that has less to do, how much was beside is not told."""
+    seen = [
+        LayerTimes(0, work=[(1, 60), (2, 60)], cpu_work=[(1, 60)]),
+        LayerTimes(0, work=[(1, 60)], cpu_work=[(1, 60)]),
+    ]
+    assert sharing(seen, (10.0, lambda n: 40.0), lambda n: 60.0) == pytest.approx(0.2)
+    quicker = [LayerTimes(0, work=[(1, 10)], cpu_work=[(1, 60)])]
+    assert sharing(quicker, (10.0, lambda n: 40.0), lambda n: 60.0) == 0.0
 
 
 def test_copies_are_fitted_by_relative_error():

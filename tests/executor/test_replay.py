@@ -7,6 +7,7 @@ import pytest
 import torch
 from speculated import plain, speculated, write
 
+from moe_spac.executor import kernels
 from moe_spac.executor.cli import app
 from moe_spac.executor.formats import EXACT
 from moe_spac.executor.memory import check_memory
@@ -51,8 +52,16 @@ def test_the_first_layers_of_a_trace_are_a_smaller_model():
         trace_of(layers=3)
 
 
-def test_the_stand_in_has_the_bytes_of_a_layer(rig):
-    assert [m.nbytes for m in rig.dense] == [64 * 64 * 4] * 2
+@pytest.mark.parametrize("name", ["torch", "auto"])
+def test_the_stand_in_has_the_bytes_of_a_layer(name, monkeypatch):
+    monkeypatch.setenv("SPAC_KERNELS", name)
+    kernels.chosen.cache_clear()
+    try:
+        dense: list = build(trace_of(), "q8").dense
+        assert [(m.raw if kernels.ready() else m).nbytes for m in dense] == [64 * 64 * 4] * 2
+    finally:
+        monkeypatch.undo()
+        kernels.chosen.cache_clear()
     assert build(trace_of(), "q8", dense=False).dense == []
 
 
