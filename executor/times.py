@@ -82,10 +82,11 @@ class StepTimes:
 
 def decision_ns(steps: Sequence[StepTimes]) -> float:
     """Mean ns of a layer that went into deciding: on the main thread, and on the link's, which is asked for prefetches
-    and takes the interpreter from the main one meanwhile."""
+    and takes the interpreter from the main one meanwhile, where that does not wait or compute experts without it."""
     layers = [x for step in steps for x in step.layers]
-    asked = sum(step.busy.get("asked", 0) for step in steps)
-    return (sum(x.policy for x in layers) + asked) / max(1, len(layers))
+    asked, wall = sum(step.busy.get("asked", 0) for step in steps), sum(step.wall_ns for step in steps)
+    outside = sum(x.expert + x.wait_copy + x.wait_cpu for x in layers)
+    return (sum(x.policy for x in layers) + asked * (1 - outside / max(1, wall))) / max(1, len(layers))
 
 
 def exposed(steps: list[StepTimes]) -> dict[str, float | None]:
