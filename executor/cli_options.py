@@ -224,7 +224,7 @@ def machine_of(name: str | None, clock: str, models: "Models") -> "Machine":
     from .probe import PairSubject
 
     if sys.stderr.isatty():
-        sys.stderr.write("measuring this machine (spac-exec calibrate -o FILE keeps the result for --machine)\n")
+        sys.stderr.write("measuring this machine (spac-exec calibrate -o FILE keeps it for --machine)\n")
     return measure(PairSubject(models))
 
 

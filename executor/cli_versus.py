@@ -2,12 +2,14 @@
 
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..traces.console import check_folder, say, show_json
+from ..traces.console import check_folder, say, show_json, show_table
 from ..traces.errors import InputError
 from .cli_options import AsJson, link_of, policy_of
 
@@ -47,11 +49,11 @@ def versus(
     names = policy or POLICIES
     for name in names:
         policy_of(name)
-    from .versus import contest, orders
-    from .versus_report import document, page, verdict
+    with _telling("starting"), tempfile.TemporaryDirectory(prefix="spac-") as folder:
+        from .versus import contest, orders
+        from .versus_report import document, page, table, verdict
 
-    found: list[tuple[str, Any, list[Row]]] = []
-    with tempfile.TemporaryDirectory(prefix="spac-") as folder:
+        found: list[tuple[str, Any, list[Row]]] = []
         for wanted, make, default in ((pair, _pair, PAIR), (rig, _rig, RIG)):
             if wanted:
                 stage = make(Path(folder), form, layers, max_new_tokens, limit_steps)
@@ -64,11 +66,10 @@ def versus(
         out.write_text(text)
     if json:
         show_json(document([(title, stage.name, rows) for title, stage, rows in found]))
-    elif out is None:
-        sys.stdout.write(text)
-    for title, _, rows in found:
-        if not json:
-            say(f"{title}: {verdict(rows)}")
+    for title, stage, rows in [] if json else found:
+        if out is None:
+            show_table(f"{title}: {stage.name}", table(rows))
+        say(f"{title}: {verdict(rows)}")
     return 0 if good else 1
 
 
@@ -111,8 +112,17 @@ def _rig(folder: Path, form: str, layers: int, new_tokens: int, steps: int) -> "
     return RigStage(build(trace, form), trace, steps, name)
 
 
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """On a terminal a line says what is going on until all is over, first `what`."""
+    _tell(what)
+    try:
+        yield
+    finally:
+        _tell("")
+
+
 def _tell(what: str) -> None:
-    """What is going on, on a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{what}")
         sys.stderr.flush()

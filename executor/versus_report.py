@@ -84,10 +84,16 @@ def verdict(rows: Sequence[Row]) -> str:
     )
 
 
+def table(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """The page's table, for a terminal; a row that is off says so beside its error."""
+    cells = [_cells(row) for row in rows]
+    return [dict(zip(COLUMNS[:-1], [*c[:-2], f"{c[-2]} {c[-1]}".strip()], strict=True)) for c in cells]
+
+
 def _part(title: str, what: str, rows: Sequence[Row]) -> str:
     lines = [f"\n## {title}\n", f"{what[:1].upper()}{what[1:]}. {verdict(rows)}.\n"]
-    head = ("link", "slots", "policy", "hit live", "hit sim", "virtual", "TPOT live", "TPOT sim", "error", "")
-    lines += ["| " + " | ".join(head) + " |", "| " + " | ".join(["---:", "---:", "---", *["---:"] * 6, "---"]) + " |"]
+    lines.append("| " + " | ".join(COLUMNS) + " |")
+    lines.append("| " + " | ".join(["---:", "---:", "---", *["---:"] * 6, "---"]) + " |")
     lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
     _, wrong = orders(rows)
     lines += [f"\nOther order: {a.cell.policy}, {b.cell.policy}; {_rate(a)}, {a.cell.slots} slots." for a, b in wrong]
@@ -124,6 +130,7 @@ def _rate(row: Row) -> str:
     return f"{row.cell.link.bandwidth / 1e6:g} MB/s"
 
 
+COLUMNS = ("link", "slots", "policy", "hit live", "hit sim", "virtual", "TPOT live", "TPOT sim", "error", "")
 NAMES = ("draft", "step", "dense", "expert", "wait_copy", "wait_cpu", "hybrid", "policy")
 
 

@@ -5,7 +5,8 @@ import pytest
 from moe_spac.executor.calibrate import EmulatedLink
 from moe_spac.executor.cli_versus import cells_of
 from moe_spac.executor.versus import Cell, PairStage, Row, Sample, contest, orders
-from moe_spac.executor.versus_report import document, page, verdict
+from moe_spac.executor.versus_report import document, page, table, verdict
+from moe_spac.traces.console import show_table
 from moe_spac.traces.errors import InputError
 from moe_spac.traces.speculate import Options
 
@@ -54,6 +55,14 @@ def test_the_page_says_what_is_off():
     (part,) = document([("One", "a test", rows)])["parts"]
     assert part["orders"] == {"pairs": 3, "wrong": 1}
     assert [r["good"] for r in part["rows"]] == [True, False, False]
+
+
+def test_the_table_fits_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    show_table("One", table([row("moe-spac-release:k=4", [100, 110], [150, 150], hits=(0.5, 0.52)), row("b", [2], [2])]))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("+43.2% off" in line for line in lines)  # the median of 150 / 100 and 150 / 110, less 1
 
 
 def test_a_contest_measures_and_predicts_every_cell(load_live, live_prompts, tmp_path):
