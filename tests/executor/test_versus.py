@@ -59,7 +59,9 @@ def test_the_page_says_what_is_off():
 
 def test_the_table_fits_a_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    show_table("One", table([row("moe-spac-release:k=4", [100, 110], [150, 150], hits=(0.5, 0.52)), row("b", [2], [2])]))
+    show_table(
+        "One", table([row("moe-spac-release:k=4", [100, 110], [150, 150], hits=(0.5, 0.52)), row("b", [2], [2])])
+    )
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert any("+43.2% off" in line for line in lines)  # the median of 150 / 100 and 150 / 110, less 1
