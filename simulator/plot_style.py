@@ -155,6 +155,13 @@ def few_ticks(axes: Axes, whole_x: bool = False) -> None:
     axes.grid(True)
 
 
+def around(values: Sequence[float]) -> tuple[float, float]:
+    """Limits of an axis that shows these values and little else."""
+    low, high = min(values), max(values)
+    room = 0.09 * (high - low or high)
+    return low - room, high + room
+
+
 def finish(figure: Figure, title: str, part: Slice, keys: Sequence[Any] = (), note: str = "") -> None:
     """Title above, legend under it, provenance below."""
     said = f"{note}. {part.caption}" if note else part.caption

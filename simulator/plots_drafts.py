@@ -9,6 +9,7 @@ from .plot_style import (
     FAINT,
     INK,
     NothingToShow,
+    around,
     end_labels,
     few_ticks,
     finish,
@@ -97,11 +98,12 @@ def by_draft_length(part: Slice) -> Figure:
             best = max(speeds, key=lambda n: speeds[n])
             axes.plot(best, speeds[best], "o", markersize=7, markerfacecolor="none", markeredgecolor=INK,
                       markeredgewidth=0.7, label="_best")  # fmt: skip
-        axes.set_ylim(0, max(speed(r) for found in runs.values() for r in found.values()) * 1.12)
+        axes.set_ylim(around([speed(r) for found in runs.values() for r in found.values()]))
         axes.set_ylabel("tokens/s")
         axes.set_title(size_words(size), loc="left")
         few_ticks(axes, whole_x=True)
     panels[-1].set_xlabel("draft length K (0: plain decoding)")
     keys = {line.get_label(): line for axes in panels for line in named(axes)}
-    finish(figure, "Decode speed by draft length", part, list(keys.values()), "Ringed: the best length of a policy")
+    note = "Ringed: the best length of a policy; speeds do not begin at 0"
+    finish(figure, "Decode speed by draft length", part, list(keys.values()), note)
     return figure

@@ -23,6 +23,7 @@ from .plot_style import (
     few_ticks,
     finish,
     label,
+    line_style,
     named,
     short,
     size_words,
@@ -164,44 +165,61 @@ def memory_against_speed(parts: Sequence[Slice]) -> Figure:
         raise NothingToShow("the folder does not say how much of the card a run uses (vram_bytes)")
     if len({r["vram_bytes"] for r in shown[0].rows if speed(r)}) < 3:
         raise NothingToShow("only one cache size was run; give several, as in --slots 6,10,16")
+    one = shown[0] if len(shown) == 1 else None
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(COLUMN, 3.0), layout="constrained")
+        figure = Figure(figsize=(COLUMN, 3.0 + 0.07 * len(one.policies if one else ())), layout="constrained")
         axes = figure.subplots()
-        for index, part in enumerate(shown):
-            _front(axes, part, index, len(shown) > 1)
-        low, high = axes.get_xlim()
-        axes.set_xlim(low - 0.22 * (high - low), high)  # room for the first name
-        if len(shown) == 1:
-            _card(axes, shown[0])
-        axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
-        if len(shown) > 1:
+        if one:
+            _one_front(axes, one)
+            _card(axes, one)
+        else:
+            for index, part in enumerate(shown):
+                _front(axes, part, index)
             end_labels(axes, named(axes), 0.055)
         axes.set_xlabel("VRAM in use, GiB")
         axes.set_ylabel("decode speed, tokens/s")
         few_ticks(axes)
         left_out = f"; {len(parts) - MACHINES} more are not shown" if len(parts) > MACHINES else ""
         note = f"Line: no run is faster with less memory{left_out}. Small: every run of a policy that may be ranked"
-        finish(figure, "Memory against speed", many(shown), note=note)
+        note += "; AR, K: its draft length" if one else ""
+        finish(figure, "Memory against speed", many(shown), named(axes) if one else (), note)
     return figure
 
 
-def _front(axes: Axes, part: Slice, index: int, named: bool) -> None:
-    rows = [r for r in part.rows if speed(r) and r["lossless"] and not r["reference"] and r.get("vram_bytes")]
-    color, front = PALETTE[index], pareto(rows)
+def _ranked(part: Slice) -> list[Row]:
+    return [r for r in part.rows if speed(r) and r["lossless"] and not r["reference"] and r.get("vram_bytes")]
+
+
+def _front(axes: Axes, part: Slice, index: int) -> None:
+    """Runs of a machine as dots, and the line that none of them is above and left of."""
+    rows, color = _ranked(part), PALETTE[index]
+    front = pareto(rows)
     axes.plot([r["vram_bytes"] / GIB for r in rows], [speed(r) for r in rows], MARKERS[index], color=color,
               markersize=2.2, alpha=0.45, markeredgewidth=0)  # fmt: skip
     x, y = [r["vram_bytes"] / GIB for r in front], [speed(r) for r in front]
     axes.step(x, y, where="post", color=color, linestyle=LINES[index], linewidth=1.1, label=part.machine.name,
               marker=MARKERS[index], markersize=4, markevery=[])  # fmt: skip
     axes.plot(x, y, MARKERS[index], color=color, markersize=4, markeredgecolor=INK, markeredgewidth=0.4)
-    if named:
-        return
-    last = ""
-    for row, at, height in zip(front, x, y, strict=True):
-        words = short(row["policy"]) + (f" K={row['draft_length']}" if row["draft_length"] else " AR")
-        if words != last:  # above and left of the front there is nothing to cover
-            axes.annotate(words, (at, height), (-1, 4), textcoords="offset points", fontsize=5.5, ha="right")
-        last = words
+
+
+def _one_front(axes: Axes, part: Slice) -> None:
+    """The same for a single machine: every policy by its own mark, hollow where marks have run out."""
+    rows = _ranked(part)
+    front = pareto(rows)
+    at = [r["vram_bytes"] / GIB for r in front]
+    axes.step(at, [speed(r) for r in front], where="post", color=INK, linewidth=0.8, label="_front", zorder=1)
+    for name in part.policies:
+        style = line_style(name, part) | {"linestyle": "none", "markeredgewidth": 0.5}
+        style["markerfacecolor"] = "white" if part.policies.index(name) >= len(MARKERS) else style["color"]
+        for chosen, size, edge in (([r for r in rows if r not in front], 3.0, style["color"]), (front, 5.0, INK)):
+            mine = [r for r in chosen if r["policy"] == name]
+            if any(r["policy"] == name for r in rows):
+                axes.plot([r["vram_bytes"] / GIB for r in mine], [speed(r) for r in mine],
+                          label=label(name, part) if edge is INK else "_runs",
+                          **style | {"markersize": size, "markeredgecolor": edge})  # fmt: skip
+    for row, x in zip(front, at, strict=True):
+        words = f"K={row['draft_length']}" if row["draft_length"] else "AR"
+        axes.annotate(words, (x, speed(row)), (0, 4), textcoords="offset points", fontsize=5.5, ha="center")
 
 
 def _card(axes: Axes, part: Slice) -> None:
@@ -210,7 +228,7 @@ def _card(axes: Axes, part: Slice) -> None:
     low, high = axes.get_xlim()
     if low < card < high:
         axes.axvspan(card, high, color=FAINT, alpha=0.45, zorder=0, linewidth=0)
-        axes.text(card + (high - low) * 0.01, 0.02, f"more than the card's {card:g} GiB", fontsize=5.5,
+        axes.text(card + (high - low) * 0.01, 0.03, f"more than the card's {card:g} GiB", fontsize=5.5, rotation=90,
                   transform=axes.get_xaxis_transform())  # fmt: skip
         axes.set_xlim(low, high)
 

@@ -1,6 +1,6 @@
 """Figures of speed: by policy, against the size of the cache, and where the time of a token goes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -17,6 +17,7 @@ from .plot_style import (
     MODE_STYLES,
     SOFT,
     NothingToShow,
+    around,
     bound_of,
     bound_style,
     few_ticks,
@@ -111,20 +112,21 @@ def _speed_bar(axes: Axes, y: float, row: Row, height: float, top: float) -> Non
 
 @styled
 def against_slots(part: Slice) -> Figure:
-    """Tokens/s, hit rate and bytes moved for a token over the size of the expert cache, one line a policy."""
+    """Speed, its share of the fastest policy's, hit rate and bytes moved for a token over the size of the expert cache,
+    one line a policy."""
     if not ok(part.main):
         raise NothingToShow("no run has the status ok")
     if len(part.sizes) < 2:
         raise NothingToShow("only one cache size was run; give several, as in --slots 6,10,16")
     mode = SD if SD in part.modes else AR
-    figure, panels = stacked(3, 1.15, keys=len(part.policies) + 1)
+    metrics = _metrics([r for r in part.main if r["mode"] == mode])
+    figure, panels = stacked(len(metrics), 1.1, keys=len(part.policies) + 1)
     for name in part.policies:
         runs = sorted((r for r in part.main if (r["policy"], r["mode"]) == (name, mode)), key=lambda r: r["slots"])
-        good = ok(runs)
         bad = [r for r in runs if r["status"] != OK]
         words = label(name, part) + (f": {trouble(bad[0])}" if bad else "")
-        for axes, (metric, factor) in zip(panels, _METRICS, strict=True):
-            points = [(r["slots"] / part.layers, r[metric] * factor) for r in good if r.get(metric) is not None]
+        for axes, metric in zip(panels, metrics.values(), strict=True):
+            points = [(r["slots"] / part.layers, y) for r in ok(runs) if (y := metric(r)) is not None]
             axes.plot([x for x, _ in points], [y for _, y in points], label=words, **line_style(name, part))
     limits = {r["slots"]: bound_of(r) for r in part.main if bound_of(r) and r["mode"] == mode}
     if limits:
@@ -132,21 +134,48 @@ def against_slots(part: Slice) -> Figure:
         panels[0].plot(
             [s / part.layers for s in at], [limits[s] for s in at], label="bound of any policy", **bound_style(mode)
         )
-    for axes, unit in zip(panels, (f"tokens/s, {mode.upper()}", "hit rate", "GB per token"), strict=True):
+    for axes, unit in zip(panels, metrics, strict=True):
         axes.set_ylabel(unit)
-        axes.set_ylim(0, 1.0 if unit == "hit rate" else None)
         few_ticks(axes, whole_x=True)
+        if unit == SHARE:  # who is far behind is seen in the panel above
+            low, high = around([y for line in axes.lines for y in np.asarray(line.get_ydata()) if y >= NEAR])
+            axes.set_ylim(low, min(high, 101.5))
+        elif unit == MOVED:
+            axes.set_ylim(0)
+    panels[0].set_ylabel(f"tokens/s, {mode.upper()}")
     panels[-1].set_xlabel("expert slots per layer")
     _gigabytes_above(panels[0], part)
     failed = sorted({str(line.get_label()) for line in panels[0].lines if not np.size(line.get_xdata())})
-    note = "Hit rate by distinct expert of a layer; bytes over the link to the GPU" + (
+    cut = f"; less than {NEAR:.0f} % of the fastest is not shown" if SHARE in metrics else ""
+    note = f"Hit rate by distinct expert; bytes over the link to the GPU; only they begin at 0{cut}" + (
         f". Without a run: {'; '.join(failed)}" if failed else ""
     )
     finish(figure, f"Against the size of the expert cache ({mode.upper()})", part, named(panels[0]), note)
     return figure
 
 
-_METRICS = (("tokens_per_s", 1.0), ("hit_rate_unique", 1.0), ("h2d_bytes_per_token", 1e-9))
+SPEED, SHARE, HITS, MOVED = "tokens/s", "% of the fastest", "hit rate", "GB per token"
+NEAR = 75.0  # per cent of the fastest policy's speed
+
+
+def _metrics(runs: Sequence[Row]) -> dict[str, Callable[[Row], float | None]]:
+    """What panels show of a run. Its share of the fastest run of its size only where several policies can be ranked;
+    references have none."""
+    able = [r for r in ok(runs) if not r["reference"]]
+    best: dict[int, float] = {}
+    for row in able:
+        best[row["slots"]] = max(best.get(row["slots"], 0.0), speed(row))
+
+    def share(row: Row) -> float | None:
+        return None if row["reference"] else 100 * speed(row) / best[row["slots"]]
+
+    metrics: dict[str, Callable[[Row], float | None]] = {SPEED: speed}
+    if len({r["policy"] for r in able}) > 1:
+        metrics[SHARE] = share
+    return metrics | {
+        HITS: lambda row: row.get("hit_rate_unique"),
+        MOVED: lambda row: None if row.get("h2d_bytes_per_token") is None else row["h2d_bytes_per_token"] / 1e9,
+    }
 
 
 def _gigabytes_above(axes: Axes, part: Slice) -> None:

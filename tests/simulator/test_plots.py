@@ -61,6 +61,10 @@ def ys(line) -> list[float]:
     return np.asarray(line.get_ydata(), float).tolist()
 
 
+def line_of(axes, name) -> Line2D:
+    return next(line for line in axes.lines if line.get_label() == name)
+
+
 def bars(axes):
     return [p for p in axes.patches if isinstance(p, Rectangle)]
 
@@ -123,17 +127,44 @@ def test_bounds_are_lines_that_no_bar_crosses(run):
 
 def test_lines_against_slots_are_the_numbers(run):
     figure = against_slots(run)
-    top, hits, moved = figure.axes[:3]
+    top, share, hits, moved = figure.axes[:4]
     lines = {str(line.get_label()): line for line in top.lines if len(xs(line))}
     assert set(lines) == {"ar-lru", "static", "min (ref)", "bound of any policy"}
     mine = [r for r in run.main if r["policy"] == "ar-lru" and r["mode"] == "sd"]
     assert xs(lines["ar-lru"]) == [3, 4, 6]
     assert ys(lines["ar-lru"]) == [r["tokens_per_s"] for r in mine]
+    for name in ("ar-lru", "static"):  # of the faster of the two; a reference has no share
+        best = [max(r["tokens_per_s"] for r in run.at(size) if r["mode"] == "sd" and not r["reference"] and speed(r))
+                for size in run.sizes]  # fmt: skip
+        assert lines[name].get_ydata() / np.array(best) * 100 == pytest.approx(ys(line_of(share, name)))
+    assert ys(line_of(share, "min (ref)")) == []
     assert ys(hits.lines[0]) == [r["hit_rate_unique"] for r in mine]
     assert ys(moved.lines[0]) == pytest.approx([r["h2d_bytes_per_token"] / 1e9 for r in mine])
     figure.draw_without_rendering()  # the second axis follows the first when it is drawn
     ticks = top.child_axes[0].get_xlim()
     assert ticks == pytest.approx([x * 2 * 10**6 / 2**30 for x in top.get_xlim()])
+
+
+def test_policies_two_per_cent_apart_are_apart_in_the_picture(run):
+    """In the panel of shares; who is far behind does not press the others together: its line leaves the panel."""
+    slow = [{**r, "tokens_per_s": r["tokens_per_s"] * k, "policy": f"p{k}"} for r in run.main for k in (0.98, 0.4)
+            if r["policy"] == "ar-lru"]  # fmt: skip
+    figure = against_slots(replace(run, rows=[*slow, *(r for r in run.main if r["policy"] == "ar-lru")]))
+    low, high = figure.axes[1].get_ylim()
+    assert 98 - 2 < low < 98
+    assert 100 < high < 101
+    assert ys(line_of(figure.axes[1], "p0.4")) == pytest.approx([40] * 3)
+    assert "less than 75 % of the fastest is not shown" in texts(figure)
+
+
+def test_panels_of_lines_are_filled(run):
+    """Nearly all of the height of the panels of a figure, together."""
+    for figure in (by_draft_length(run), memory_against_speed([run])):
+        seen = [y for axes in figure.axes for line in axes.lines for y in ys(line)]
+        for axes in figure.axes:
+            low, high = axes.get_ylim()
+            assert low < min(seen) < max(seen) < high
+            assert max(seen) - min(seen) > 0.8 * (high - low)
 
 
 def lightness(colour) -> float:
@@ -264,7 +295,20 @@ def test_memory_against_speed(run, sweep):
     for a, b in pairwise(front):
         assert a["vram_bytes"] < b["vram_bytes"]
         assert speed(a) < speed(b)
+    (axes,) = memory_against_speed([run]).axes
+    marks = [line for line in axes.lines if line.get_label() in ("ar-lru", "static")]
+    ringed = {(x, y) for line in marks for x, y in zip(xs(line), ys(line), strict=True)}
+    assert ringed == {(r["vram_bytes"] / 2**30, speed(r)) for r in front}
+    small = [(x, y) for ln in axes.lines if ln.get_label() == "_runs" for x, y in zip(xs(ln), ys(ln), strict=True)]
+    assert sorted(small) == sorted((r["vram_bytes"] / 2**30, speed(r)) for r in rows if r not in front)
     assert "rtx4060-laptop" in texts(memory_against_speed(sweep))
+
+
+def test_twelve_policies_have_marks_of_their_own(twelve):
+    (axes,) = memory_against_speed([twelve]).axes
+    named = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+    assert len(named) == 12
+    assert len({(line.get_marker(), to_rgb(line.get_markerfacecolor()) == (1, 1, 1)) for line in named}) == 12
 
 
 def test_a_sweep_gets_a_folder_for_each_machine(folder, tmp_path):
