@@ -19,7 +19,7 @@ from .whatif import WhatIf, fits, lead_holds, runner_up
 MODES = {"sd": "speculative", "ar": "plain"}
 SAYS = {
     "speed": "Bars: decode speed of every policy, with and without speculation, and the bounds",
-    "slots": "Lines: speed, its share of the fastest's, hit rate and bytes per token against the size of the expert cache",
+    "slots": "Lines: speed, its share of the fastest's, hit rate and bytes per token against the cache's size",
     "time": "Stacked bars: where the time of a token goes, by policy",
     "acceptance": "Curves: speed-up of speculation against acceptance, with the break-even line",
     "lengths": "Lines: speed by draft length",
