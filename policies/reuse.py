@@ -4,6 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+try:
+    from . import _marginal as compiled  # csrc/reuse.c
+except ImportError:
+    compiled = None  # there was no C compiler; numpy computes the same bits, in more time
+
 HALF_LIVES = (1, 4, 16, 64, 256)  # passes
 WINDOW = 3  # passes whose demand is forecast
 PRIOR = 100.0  # experts seen for a window that the first guess weighs as much as
@@ -32,66 +37,87 @@ class Reuse:
         self.weights[RATES:] = 1 / len(HALF_LIVES)
         self._square = np.eye(size) * PRIOR
         self._cross = self._square @ self.weights
-        self._then = self.features.copy()  # the features from which the running window is forecast
-        self._since = np.zeros((layers, experts), np.float32)  # passes of that window that needed the expert
+        # Of each layer, features from which its running window is forecast, and passes that needed the expert since.
+        self._window = np.zeros((layers, size + 1, experts), np.float32)
+        self._window[:, 0] = 1.0
         self._left = [1 + layer % WINDOW for layer in range(layers)]  # passes until it ends; the first ones are short
         self._need = np.zeros(experts, np.float32)
         self._pairs = np.zeros((layers, experts, experts), np.float32)  # [l, a, b]: b was needed right after a
         self._uses = np.ones((layers, experts), np.float32)
-        self._last: list[list[int]] = [[] for _ in range(layers)]
+        self._last = np.zeros((layers, experts), np.float32)  # 1: needed by the pass before
+        self._ended = np.zeros_like(self._window)  # windows not yet learnt, in order
+        self._count = 0  # of them
 
-    def seen(self, layer: int, experts: Sequence[int]) -> np.ndarray:
-        """A pass needs these experts; the layer's new row of `demand`, [E]."""
-        features, need, used = self.features[layer], self._need, list(experts)
+    def seen(self, layer: int, experts: Sequence[int]) -> None:
+        """A pass needs these experts; the layer's row of `demand` is made anew."""
+        if compiled:
+            arrays = self.features, self._pairs, self._uses, self._last, self._window, self.demand
+            compiled.see(layer, experts, *arrays, self.weights, KEEP, self._need)
+        else:
+            self._see(layer, experts)
+        self._left[layer] -= 1
+        if not self._left[layer]:
+            self._end_window(layer)
+
+    def _see(self, layer: int, experts: Sequence[int]) -> None:
+        """Features, counts and forecast after one more pass: what `compiled.see` computes, to the last bit."""
+        features, last, need = self.features[layer], self._last[layer], self._need
         need[:] = 0
-        need[used] = 1
+        need[list(experts)] = 1
         recency = features[RECENCY]
         recency /= 1 + recency
         np.maximum(recency, need, out=recency)
         rates = features[RATES:]
         rates += (1 - KEEP) * (need - rates)
-        features[SEQUEL] = self._sequel(layer, used, need)
-        self._since[layer] += need
-        self._left[layer] -= 1
-        if not self._left[layer]:
-            self._learn(layer)
-        return self._forecast(layer)
+        features[SEQUEL] = self._sequel(layer, np.flatnonzero(last), np.flatnonzero(need))
+        self._window[layer, -1] += need
+        last[:] = need
+        self._forecast(layer)
 
-    def _sequel(self, layer: int, used: list[int], need: np.ndarray) -> np.ndarray:
+    def _sequel(self, layer: int, before: np.ndarray, now: np.ndarray) -> np.ndarray:
         """[E]: mean over the experts needed now of the share of passes after theirs that needed each expert, drawn to
         its rate of half-life 64 with the weight of one pass."""
         pairs, uses = self._pairs[layer], self._uses[layer]
-        if last := self._last[layer]:
-            pairs[last] += need
-            uses[last] += 1
-        self._last[layer] = used
-        weights = (1 / len(used)) / uses[used]
-        return weights @ pairs[used] + self.features[layer, RATES + HALF_LIVES.index(64)] * weights.sum()
+        pairs[before] += self._need
+        uses[before] += 1
+        weights = 1 / (len(now) * uses[now])
+        rate = self.features[layer, RATES + HALF_LIVES.index(64)]
+        return (weights[:, None] * (pairs[now] + rate)).sum(axis=0)
 
-    def read(self, layer: int, experts: Sequence[int], shares: Sequence[float], tokens: int) -> np.ndarray:
+    def read(self, layer: int, experts: Sequence[int], shares: Sequence[float], tokens: int) -> None:
         """A prompt counts as `tokens` passes, each of which needs `experts` with the chances `shares`."""
         need = self._need
         need[:] = 0
         need[list(experts)] = shares
         rates = self.features[layer, RATES:]
         rates += (1 - KEEP**tokens) * (need - rates)
-        self._last[layer] = []  # what came before says nothing of what comes after
+        self._last[layer] = 0  # what came before says nothing of what comes after
         self._begin_window(layer)
-        return self._forecast(layer)
+        self._forecast(layer)
 
-    def _forecast(self, layer: int) -> np.ndarray:
-        self.demand[layer] = row = self.weights @ self.features[layer]
-        return row
-
-    def _learn(self, layer: int) -> None:
-        then = self._then[layer]
-        self._square = FADE * self._square + then @ then.T
-        self._cross = FADE * self._cross + then @ (self._since[layer] / WINDOW)
-        if layer == 0:  # once in a few passes
-            self.weights = np.linalg.solve(self._square, self._cross).astype(np.float32)
-        self._begin_window(layer)
+    def _forecast(self, layer: int) -> None:
+        # Row by row, not `@`, whose order of additions is the library's own.
+        self.demand[layer] = (self.weights[:, None] * self.features[layer]).sum(axis=0)
 
     def _begin_window(self, layer: int) -> None:
-        self._then[layer] = self.features[layer]
-        self._since[layer] = 0
+        self._window[layer, :-1] = self.features[layer]
+        self._window[layer, -1] = 0
         self._left[layer] = WINDOW
+
+    def _end_window(self, layer: int) -> None:
+        self._ended[self._count] = self._window[layer]
+        self._count += 1
+        self._begin_window(layer)
+        if layer == 0 or self._count == len(self._ended):  # once in a few passes
+            self._learn()
+            self._forecast(layer)
+
+    def _learn(self) -> None:
+        """Weights from all windows that have ended: each fades what was learnt before it."""
+        count, self._count = self._count, 0
+        ended = self._ended[:count]
+        fade = FADE ** np.arange(count)[::-1]
+        products = np.tensordot(fade, ended @ ended.transpose(0, 2, 1), 1)
+        self._square = FADE**count * self._square + products[:-1, :-1]
+        self._cross = FADE**count * self._cross + products[:-1, -1] / WINDOW
+        self.weights = np.linalg.solve(self._square, self._cross).astype(np.float32)

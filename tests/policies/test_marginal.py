@@ -1,21 +1,24 @@
-"""`marginal`: its prices by hand, its split against all splits, its pool against a sorted list."""
+"""`marginal`: its prices by hand, what it learns and moves in small runs, and that numpy and C decide the same."""
+
+import copy
+from contextlib import ExitStack
+from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_loop import Host, make_setup, random_routing, sets
+from twins import built
 
+from moe_spac.policies import marginal, pool, reuse, split
 from moe_spac.policies.interface import Costs, Forecast, Key, LayerReport, StepInfo
-from moe_spac.policies.marginal import Marginal, most_worth_copying, saved_by_a_hit, slowing_of_cpu
+from moe_spac.policies.marginal import Marginal, put, saved_by_a_hit, slowing_of_cpu
+from moe_spac.policies.pool import ABSENT, AWAY, RESIDENT
 from moe_spac.traces.schema import Kind
 
 # Copy 100, CPU 40 an expert, 20 for the first and 5 to join, GPU 10; host memory gives an expert in 25 ns.
 BY_HAND = Costs(10, 0, 0.0, 20, 10, 30, 0.0, 5, 0, 100, host_bytes_ns=25)
-
-
-def missing(gains, on_cpu=40, on_gpu=10):
-    return [(-g - on_cpu, g, on_cpu, on_gpu, i) for i, g in enumerate(gains)]
 
 
 def test_what_a_hit_saves_by_hand():
@@ -35,34 +38,6 @@ def test_what_a_copy_costs_the_cpu_by_hand():
     assert slowing_of_cpu(BY_HAND, cpu=False) == 0
     unlimited = Costs(10, 0, 0.0, 20, 10, 30, 0.0, 5, 0, 100)
     assert slowing_of_cpu(unlimited, cpu=True) == 0
-
-
-def test_the_split_by_hand():
-    """Three missing: all on the CPU 3 * 40 + 25 = 145; one copied max(110, 105); two copied max(210, 65)."""
-    assert most_worth_copying(missing([0, 0, 0]), 0, 0, BY_HAND) == 1
-    assert most_worth_copying(missing([0, 0]), 0, 0, BY_HAND) == 0  # 105 against 110
-    assert most_worth_copying(missing([6, 0]), 0, 0, BY_HAND) == 1  # 105 against 110 - 6
-    assert most_worth_copying(missing([0, 0, 0]), 0, 50, BY_HAND) == 0  # the link is busy until then: 160
-    assert most_worth_copying(missing([101, 101]), 0, 0, BY_HAND) == 2  # 105, 9, 210 - 202 = 8
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 90), st.integers(1, 90)), min_size=1, max_size=9),
-    st.integers(0, 300), st.integers(0, 300), st.integers(0, 60),
-)  # fmt: skip
-def test_no_other_number_of_copies_is_better(each, gpu, link, host):
-    costs = Costs(0, 0, 0.0, 20, 0, 0, 0.0, 5, 0, 100, host_bytes_ns=host)
-    items = [(0.0, float(g), c, n, i) for i, (g, c, n) in enumerate(each)]
-
-    def price(copied):
-        there, here = items[:copied], items[copied:]
-        gpu_ns = gpu + sum(i[3] for i in there)
-        link_ns = link + 100 * copied + (there[-1][3] if there else 0)
-        cpu_ns = sum(i[2] for i in here) + 25 if here else 0
-        both = host * len(items) if there and here else 0
-        return max(gpu_ns, link_ns, cpu_ns, both) - sum(i[1] for i in there)
-
-    assert price(most_worth_copying(items, gpu, link, costs)) == min(map(price, range(len(items) + 1)))
 
 
 def started(layers=2, experts=8, slots=2, drafts=True, **more):
@@ -99,25 +74,6 @@ class All:
         return self.room
 
 
-@given(st.integers(0, 2**32 - 1))
-def test_the_pool_gives_up_its_least_valuable_candidate(seed):
-    rng = np.random.default_rng(seed)
-    policy = started(layers=3, experts=6, slots=3)
-    held = {Key(*k) for k in policy.placement()}
-    for layer in range(3):
-        policy._price(layer, rng.random(6).astype(np.float32))
-    candidates = {k for k in held if rng.random() < 0.7}
-    incoming = Key(0, 5)
-    worth = {k: float(policy._worth[k]) for k in candidates}
-    coldest = min(candidates, key=lambda k: (worth[k], k), default=None)
-    if coldest is not None and worth[coldest] >= policy._worth[incoming]:
-        coldest = None
-    assert policy.victim(incoming, All(candidates), All()) == coldest
-    assert policy.surrender(0, All(candidates - {coldest}), All()) == min(
-        candidates - {coldest}, key=lambda k: (worth[k], k), default=None
-    )
-
-
 def begin(policy, kind=Kind.DECODE, n=1):
     policy.step_begins(StepInfo(0, kind, np.zeros(n, np.int32), np.arange(n) > 0))
 
@@ -145,12 +101,14 @@ def test_nothing_is_asked_for_when_all_are_there_or_coming():
     policy = started(layers=1, experts=4, slots=3, costs=BY_HAND)
     held = set(policy.placement())
     begin(policy)
-    policy._price(0, np.full(4, 0.5, np.float32))
+    policy.reuse.demand[0] = 0.5
+    policy._price(0)
     assert policy.next_fetch(All(held, room=1)) == Key(0, 3)
     view = All(held, coming=Key(0, 3))
     assert policy.next_fetch(view) is None
-    policy._absent[0, 3] = 1000  # as if its copy were the running layer's
-    policy._price(0, np.full(4, 0.5, np.float32))
+    put(policy._pool, Key(0, 3), ABSENT)  # as if its copy were the running layer's
+    policy.reuse.demand[0] = 0.5
+    policy._price(0)
     assert policy.next_fetch(view) is None
 
 
@@ -206,7 +164,7 @@ def test_slots_that_come_back_are_used():
     host.play(slots={5: (5,), 12: (8,)})
     host.driver.cache.check()
     assert len(host.driver.cache.resident) == 8
-    resident = {Key(*map(int, k)) for k in np.argwhere(policy._absent == 0)}
+    resident = {Key(*map(int, k)) for k in np.argwhere(policy._pool[AWAY] == RESIDENT)}
     assert resident <= set(host.driver.cache.resident) | set(host.driver.cache.staged)
 
 
@@ -245,3 +203,24 @@ def test_what_is_wanted_most_ends_up_resident():
     host = Host(policy, make_setup(policy, 2, 8, 3, top_k=4), sets(*passes, layers=2))
     host.play()
     assert {Key(layer, e) for layer in (0, 1) for e in (6, 7)} <= set(host.driver.cache.resident)
+
+
+@built
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=20)
+def test_it_decides_the_same_without_the_compiled_part(seed):
+    """Prompts, forecasts, prefetches that take time, and slots that go and come back."""
+    records = []
+    for compiled in (True, False):
+        with ExitStack() as stack:
+            if not compiled:
+                stack.enter_context(mock.patch.object(reuse, "compiled", None))
+                for name in ("coldest", "least", "price", "put", "split", "warmest"):
+                    twin = getattr(split if name == "split" else pool, name)
+                    stack.enter_context(mock.patch.object(marginal, name, twin))
+            rng, policy = np.random.default_rng(seed), Marginal()
+            routing = random_routing(rng, 12, 3, 12, 3)
+            host = Host(policy, make_setup(policy, 3, 12, 4, top_k=3), routing, rng)
+            host.play([Kind.PREFILL, *[Kind.VERIFY] * 11], ahead=2, slots={5: (9,), 8: (12,)})
+            records.append(host.record)
+    assert records[0] == records[1]

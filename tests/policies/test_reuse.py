@@ -1,10 +1,14 @@
 """The learnt forecast of demand: features by their definition, weights against least squares by definition, order."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from twins import built, compiled
 
+from moe_spac.policies import reuse as module
 from moe_spac.policies.reuse import FADE, HALF_LIVES, PRIOR, RATES, RECENCY, SEQUEL, WINDOW, Reuse
 
 
@@ -40,7 +44,8 @@ def test_features_are_recency_sequel_and_decayed_rates(passes):
 
 def test_the_first_guess_is_the_mean_of_the_rates():
     reuse = Reuse(2, 4)
-    row = reuse.seen(1, [2])
+    reuse.seen(1, [2])
+    row = reuse.demand[1]
     assert row[2] == pytest.approx(np.mean([1 - 2 ** (-1 / h) for h in HALF_LIVES]))
     assert row[[0, 1, 3]].tolist() == [0, 0, 0]
     assert reuse.demand[0].tolist() == [0, 0, 0, 0]
@@ -82,3 +87,32 @@ def test_a_prompt_counts_as_so_many_passes(tokens):
     for _ in range(tokens):
         seen.seen(0, [1])
     np.testing.assert_allclose(read.features[0, RATES:], seen.features[0, RATES:], atol=1e-5)
+
+
+@built
+@given(st.integers(0, 2**32 - 1))
+def test_compiled_and_numpy_are_equal_to_the_last_bit(seed):
+    """Over random passes, prompts between them. Of a single expert numpy adds in another order; no model has that."""
+    rng = np.random.default_rng(seed)
+    layers, experts = (int(n) for n in rng.integers((1, 2), (5, 20)))
+    one, other = Reuse(layers, experts), Reuse(layers, experts)
+    for _ in range(12):
+        tokens = int(rng.integers(2, 9)) if rng.random() < 0.1 else 0
+        for layer in range(layers):
+            needed = np.sort(rng.permutation(experts)[: rng.integers(1, experts + 1)]).tolist()
+            for reuse, way in ((one, compiled), (other, None)):
+                with mock.patch.object(module, "compiled", way):
+                    reuse.read(layer, needed, [0.5] * len(needed), tokens) if tokens else reuse.seen(layer, needed)
+            assert one.demand.tobytes() == other.demand.tobytes()
+    assert one.features.tobytes() == other.features.tobytes()
+    assert one.weights.tobytes() == other.weights.tobytes()
+
+
+@built
+def test_what_is_not_there_is_refused():
+    reuse = Reuse(2, 4)
+    before = reuse.features.copy()
+    for layer, needed in ((2, [0]), (-1, [0]), (0, [4]), (0, [-1])):
+        with pytest.raises(IndexError, match="no such layer or expert"):
+            reuse.seen(layer, needed)
+    assert (reuse.features == before).all()
