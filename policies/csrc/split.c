@@ -56,6 +56,7 @@ PyObject *split(PyObject *module, PyObject *args) {
         return NULL;
     const Size count = PyTuple_GET_SIZE(experts);
     Missing *missing = PyMem_New(Missing, count + 1);
+    if (!missing) PyErr_NoMemory();
     PyObject *answer = missing && has(&pool, layer, 0) && PyTuple_GET_SIZE(loads) == count ? PyList_New(0) : NULL;
     for (Size at = 0; answer && !PyErr_Occurred() && at < count; at++) {
         PyObject *expert = PyTuple_GET_ITEM(experts, at), *load = PyTuple_GET_ITEM(loads, at);
