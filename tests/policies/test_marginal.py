@@ -1,6 +1,7 @@
 """`marginal`: its prices by hand, what it learns and moves in small runs, and that numpy and C decide the same."""
 
 import copy
+import pickle
 from contextlib import ExitStack
 from unittest import mock
 
@@ -224,3 +225,14 @@ def test_it_decides_the_same_without_the_compiled_part(seed):
             host.play([Kind.PREFILL, *[Kind.VERIFY] * 11], ahead=2, slots={5: (9,), 8: (12,)})
             records.append(host.record)
     assert records[0] == records[1]
+
+
+def test_copies_of_a_running_policy_go_on_alike():
+    policy = Marginal()
+    Host(policy, make_setup(policy, 2, 8, 3), random_routing(np.random.default_rng(2), 20, 2, 8, 2)).play()
+    copies = [policy, copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))]
+    for one in copies:
+        for i in range(12):
+            one.reuse.seen(i % 2, [i % 3, 3 + i % 5])
+            one._price(i % 2)
+    assert copies[0]._pool.tobytes() == copies[1]._pool.tobytes() == copies[2]._pool.tobytes()
