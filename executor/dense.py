@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from . import kernels
+from .attention import Attention, attention_of
 from .formats import GROUP, Format
+from .pages import roomy
 
 
 class Packed(torch.Tensor):
@@ -33,6 +35,10 @@ class Packed(torch.Tensor):
     def _hold(self, raw: torch.Tensor) -> None:
         layout = kernels.Matrices(self.stored, torch.float32, self.shape[1], 0, len(raw), False, (0, 0, 0, 0))
         self.raw, self.product = raw, kernels.product_of(layout, raw.data_ptr())
+
+    def attend(self, layer: Any, out: Any) -> Attention | None:
+        """Of a layer's queries, keys and values; for the lean forward, which see, and `attention_of`."""
+        return attention_of(layer, self, out) if isinstance(out, Packed) else None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Packed({list(self.shape)}, {self.stored.name})"
@@ -79,7 +85,7 @@ def _joined(parts: Sequence[Packed], dim: int = 0) -> Packed:
     if [raw.data_ptr() for raw in raws] == places and len({raw.untyped_storage().data_ptr() for raw in raws}) == 1:
         rows = sum(map(len, raws))  # they have been joined before
         return Packed(raws[0].as_strided((rows, width), (width, 1)), first.stored, first.shape[1])
-    made = Packed(torch.cat(raws), first.stored, first.shape[1])
+    made = Packed(torch.cat(raws, out=roomy(sum(map(len, raws)), width)), first.stored, first.shape[1])
     for part, raw in zip(parts, made.raw.split([len(p.raw) for p in parts]), strict=True):
         part._hold(raw)
     return made
@@ -93,6 +99,7 @@ def pack_dense(model: torch.nn.Module, stored: Format) -> int:
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and not m.in_features % GROUP]
     for layer in layers:
         if not layer.weight.is_meta:
-            packed: Any = Packed(stored.encode(layer.weight.detach()), stored, layer.in_features)
+            raw = stored.encode(layer.weight.detach())
+            packed: Any = Packed(roomy(*raw.shape).copy_(raw), stored, layer.in_features)
             layer._parameters["weight"] = packed
     return len(layers)

@@ -19,6 +19,7 @@ import torch
 
 from ..traces.console import show_size
 from ..traces.errors import InputError
+from .pages import roomy
 
 PIN_CHUNK = 256 * 2**20  # bytes page-locked at once
 PIN_LEAST = 16 * 2**20  # where that much is refused, no more is asked for
@@ -196,7 +197,7 @@ class Emulated:
         if size > free:
             raise PoolError(pool, size, free)
         with naming(pool, self.place):
-            memory = torch.empty(size, dtype=torch.uint8)
+            memory = roomy(size)
         self._taken += size
         return memory
 

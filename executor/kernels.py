@@ -29,7 +29,7 @@ NAMES = ("auto", "torch", "avx512", "avx2", "scalar")
 UP, GATE, DOWN = 1, 2, 4
 _FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "q8": 3, "q4": 4}
 _PLAIN = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_ISAS = {name: name.encode() for name in ("", *NAMES)}
+ISAS = {name: name.encode() for name in ("", *NAMES)}
 
 
 class _Layer(ctypes.Structure):
@@ -109,7 +109,7 @@ def run(
         experts,
         len(x),
         threads,
-        _ISAS[choice.isa or ""],
+        ISAS[choice.isa or ""],
         (ctypes.c_uint64 * 4)(*layout.offsets[:4]),
         *(ctypes.addressof(a) for a in arrays),
         x.data_ptr(),
@@ -159,7 +159,7 @@ def multiply(product: Product, x: torch.Tensor, out: torch.Tensor, threads: int 
     choice, layer, n = chosen(), product.layer, len(x)
     assert choice.library is not None
     product.kept[1][0] = layer.rows = n
-    layer.threads, layer.isa = threads, _ISAS[choice.isa or ""]
+    layer.threads, layer.isa = threads, ISAS[choice.isa or ""]
     layer.sources = _first_rows(1 << max(6, (n - 1).bit_length()))[1]
     layer.x, layer.middle = x.data_ptr(), out.data_ptr()
     if choice.library.spac_layer(ctypes.byref(layer)):
@@ -259,5 +259,5 @@ def _library() -> tuple[ctypes.CDLL | None, str | None, str]:
         return None, None, f"{found[0].name} cannot be loaded ({error})"
     library.spac_isa_name.restype = ctypes.c_char_p
     library.spac_isa_name.argtypes = [ctypes.c_char_p]
-    library.spac_layer.argtypes = [ctypes.c_void_p]
+    library.spac_layer.argtypes = library.spac_attention.argtypes = [ctypes.c_void_p]
     return library, str(found[0]), ""

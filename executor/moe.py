@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers.integrations.moe import ExpertsInterface
 
+from ..policies.demand import Needed
 from ..policies.interface import Key
 from . import kernels
 from .device import host_buffer, indices
@@ -46,6 +47,12 @@ class Call:
         for token, chosen in enumerate(self.ids):
             for j, expert in enumerate(chosen):
                 self.places.setdefault(expert, []).append(token * k + j)
+
+    @property
+    def needed(self) -> Needed:
+        """As `needed_by_layer` makes it of the ids."""
+        experts = sorted(self.places)
+        return tuple(experts), tuple([len(self.places[expert]) for expert in experts])
 
     @cached_property
     def host_hidden(self) -> torch.Tensor:
@@ -152,8 +159,9 @@ class Call:
 
     def merge(self) -> torch.Tensor:
         """[n, H]: the weighted sum over each token's experts."""
-        n, k = self.weights.shape
-        return (self.rows.view(n, k, -1) * self.weights.unsqueeze(-1)).sum(1).to(self.hidden.dtype)
+        rows, weights = self.rows.view(*self.weights.shape, -1), self.weights.unsqueeze(-1)
+        weighted = rows.mul_(weights) if rows.dtype == torch.float32 else rows * weights
+        return weighted.sum(1).to(self.hidden.dtype)
 
 
 def fuses(module: Any, record: Record) -> bool:

@@ -154,7 +154,7 @@ class RealHost:
         if routed.ahead is not None:
             for forecast in gate_forecasts(call.layer, routed.ahead, self.driver.setup.layers):
                 self.driver.forecast(forecast)
-        return self.driver.gate(call.layer, routed.ids, routed.weights)
+        return self.driver.gate(call.layer, routed.ids, routed.weights, needed=call.needed)
 
     def _residents(self, call: Call, plan: Plan, moments: LayerMoments) -> None:
         resident, layer = self.driver.cache.resident, call.layer

@@ -16,6 +16,7 @@ from ..traces.errors import InputError
 from .device import Device, Pins, device_of
 from .formats import Format
 from .kernels import Matrices
+from .pages import roomy
 
 ALIGNMENT = 64  # bytes: a cache line, and what vector loads like
 
@@ -121,7 +122,7 @@ class HostStore:
         self.layers, self.experts, self.record = layers, experts, record
         self.losses, self.memory = tuple(losses), memory or ("pinned" if pinned else "ram")
         shape = (experts, record.size)
-        self._slabs = slabs or [torch.empty(shape, dtype=torch.uint8) for _ in range(layers)]
+        self._slabs = slabs or [roomy(*shape) for _ in range(layers)]
         self.pins = Pins()
 
     @property

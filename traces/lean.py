@@ -143,11 +143,16 @@ class Attention:
         self.q, self.k, self.v, self.o = ((p.weight, p.bias) for p in (own.q_proj, own.k_proj, own.v_proj, own.o_proj))
         self.joined = _joined([self.q, self.k, self.v])
         self.scale = own.scaling
+        # Such weights may know a quicker way for the whole, if there are few rows.
+        fuse = getattr(self.joined, "attend", None) if self.o[1] is None else None
+        self.fused = None if fuse is None else fuse(layer, self.o[0])
 
     def __call__(self, x: torch.Tensor, at: "Place", cached: tuple[torch.Tensor, ...]) -> None:
         """cached: keys and values [1, kv heads, length, width] with the new ones still empty, and these by themselves,
         [n, kv heads, width]."""
         b, (keys, values, new_keys, new_values) = at.buffers, cached
+        if self.fused is not None and self.fused(x, at.cos, at.sin, keys, values):
+            return
         hidden = self.norm(x)
         if self.joined is not None:
             linear(hidden, self.joined, out=b.projected)

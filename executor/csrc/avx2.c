@@ -29,6 +29,10 @@ static inline V load16(int format, const uint8_t *p) {
 
 static inline V columns16(const float *x) { return (V){_mm256_loadu_ps(x), _mm256_loadu_ps(x + 8)}; }
 
+static inline void store16(float *p, V a) { _mm256_storeu_ps(p, a.lo), _mm256_storeu_ps(p + 8, a.hi); }
+
+static inline V all16(float x) { return (V){_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+
 typedef __m256 S;
 typedef struct { float v[8]; } P; /* in memory, from where one number fills a register at no cost */
 
@@ -78,8 +82,9 @@ static inline V spread2(int format, P s, int i) {
 #define STRIPS strips
 #define ALONE(format) 2
 #include "tiles.h"
+#include "attend.h"
 
-const Isa spac_avx2 = {"avx2", product, quantise, gate};
+const Isa spac_avx2 = {"avx2", product, quantise, gate, attend};
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -28,6 +28,10 @@ static inline V load16(int format, const uint8_t *p) {
 
 static inline V columns16(const float *x) { return _mm512_loadu_ps(x); }
 
+static inline void store16(float *p, V a) { _mm512_storeu_ps(p, a); }
+
+static inline V all16(float x) { return _mm512_set1_ps(x); }
+
 typedef __m256 S;
 typedef __m512 P; /* Q4: in the upper half a sixteenth of the lower half */
 
@@ -75,8 +79,9 @@ static inline V spread2(int format, P p, int i) {
 #define STRIPS strips
 #define ALONE(format) ((format) == Q8 ? 2 : 4)
 #include "tiles.h"
+#include "attend.h"
 
-const Isa spac_avx512 = {"avx512", product, quantise, gate};
+const Isa spac_avx512 = {"avx512", product, quantise, gate, attend};
 
 #if defined(__clang__)
 #pragma clang attribute pop

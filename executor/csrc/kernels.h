@@ -48,6 +48,9 @@ static inline size_t column_bytes(int n) { return (size_t)n + (size_t)n / GROUP 
 static inline int32_t *column_sums(void *c, int n) { return (int32_t *)((char *)c + n); }
 static inline float *column_scales(void *c, int n) { return (float *)((char *)c + 2 * (size_t)n); }
 
+/* n, filled up to whole lanes. */
+static inline int whole(int n) { return (n + LANES - 1) / LANES * LANES; }
+
 /* What an instruction set provides. */
 typedef struct {
     const char *name;
@@ -58,6 +61,10 @@ typedef struct {
     void (*quantise)(int format, const float *x, void *column, int n, int first, int last);
     /* gate[i] = silu(gate[i]) * up[i]. */
     void (*gate)(float *gate, const float *up, int n);
+    /* out [heads, width]: attention of query heads [heads, width] that share n keys and values, which are `stride` floats
+     * apart; width is a multiple of LANES. scores: room for heads * whole(n). */
+    void (*attend)(const float *queries, int heads, const float *keys, const float *values, size_t stride, int n,
+                   int width, float scale, float *scores, float *out);
 } Isa;
 
 extern const Isa spac_scalar;

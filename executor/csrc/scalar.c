@@ -37,6 +37,14 @@ static inline V columns16(const float *x) {
     return a;
 }
 
+static inline void store16(float *p, V a) { memcpy(p, &a, sizeof a); }
+
+static inline V all16(float x) {
+    V a;
+    for (int i = 0; i < LANES; i++) a.v[i] = x;
+    return a;
+}
+
 #define LOW(format) 0 /* the sums are for vectors */
 #define HIGH(format) 0
 
@@ -82,5 +90,6 @@ static inline V spread2(int format, P s, int at) {
 #define STRIPS singly
 #define ALONE(format) 1
 #include "tiles.h"
+#include "attend.h"
 
-const Isa spac_scalar = {"scalar", product, quantise, gate};
+const Isa spac_scalar = {"scalar", product, quantise, gate, attend};

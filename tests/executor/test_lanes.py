@@ -228,7 +228,7 @@ def test_what_was_pushed_aside_can_be_joined(bench):
     assert ("keep?", A) not in rig.policy.told
 
 
-def test_what_is_not_kept_passes_through_two_places_in_turn(bench):
+def test_what_is_not_kept_passes_through_two_places(bench):
     rig, device = bench()
     rig.policy.where = Where.STREAM
     arrivals = demand(rig, 0, 1, 2, 3)
@@ -243,8 +243,8 @@ def test_what_is_not_kept_passes_through_two_places_in_turn(bench):
             assert len(device.sent) == 2
         seen.append(copy.slot)
         rig.link.release(copy)
-    assert sorted(seen[:2]) == sorted(seen[2:])
-    assert len(set(seen[:2])) == 2
+    assert seen[0] != seen[1]
+    assert set(seen[2:]) <= set(seen[:2])  # which of them depends on how soon the link's thread comes to it
 
 
 def test_the_main_thread_lands_what_is_there_before_it_asks(bench):
