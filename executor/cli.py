@@ -1,7 +1,5 @@
 """`spac-exec`: real inference under a policy."""
 
-import gc
-
 import typer
 
 from ..traces.console import run_app
@@ -27,10 +25,7 @@ app.command("versus")(versus)
 
 
 def main() -> None:
-    try:
-        run_app(app)
-    finally:
-        gc.freeze()  # or the interpreter's last collection walks for a second through all that torch has made
+    run_app(app)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..traces.console import check_folder, say, show_json, show_size, show_table
+from ..traces.console import check_folder, say, show_json, show_size, show_table, starting, tell
 from ..traces.errors import InputError
 from .cli_options import (
     AllowLossy,
@@ -62,10 +62,11 @@ def bench(
     size.check()
     given = prompts_of(None, prompts, prompt_limit)
 
-    from ..traces.speculate import Options
-    from .bench import bench as measure
-    from .bench import plan_of, rows
-    from .session import Settings
+    with starting():
+        from ..traces.speculate import Options
+        from .bench import bench as measure
+        from .bench import plan_of, rows
+        from .session import Settings
 
     length, adaptive = draft_length_of(draft_length, {})
     models = pair.load(length > 0)
@@ -107,14 +108,7 @@ def _check(names: list[str], form: str, record: Path | None, allow_lossy: bool) 
 
 def _progress(name: str):
     """A line on a terminal that says how far it is; silent in a pipe."""
-    if not sys.stderr.isatty():
-        return lambda done, of: None
-
-    def tell(done: int, of: int) -> None:
-        sys.stderr.write(f"\r\x1b[K{name}: {done} of {of} texts" if done < of else "\r\x1b[K")
-        sys.stderr.flush()
-
-    return tell
+    return lambda done, of: tell(f"{name}: {done} of {of} texts" if done < of else "")
 
 
 def about(models: "Models", machine: str) -> dict[str, Any]:

@@ -5,39 +5,20 @@ from typing import Annotated
 
 import typer
 
-from ..traces.console import check_folder, measuring
+from ..traces.console import check_folder, measuring, starting
 from ..traces.errors import InputError
-from .cli_options import (
-    AsJson,
-    Bandwidth,
-    Device,
-    Draft,
-    Dtype,
-    Latency,
-    StoreFolder,
-    StoreFormat,
-    StoreMemory,
-    Target,
-    Tokenizer,
-    default_device,
-    link_of,
-)
+from .cli_options import AsJson, Bandwidth, Latency, PairOptions, link_of, spread
 
 
+@spread
 def calibrate(
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The profile to write (TOML).")],
-    target: Target = None,
-    draft: Draft = None,
     link_bandwidth: Bandwidth = "100MB/s",
     link_latency: Latency = "20us",
     rounds: Annotated[int, typer.Option(min=1, help="Of all measurements; medians over them, and their spread.")] = 3,
-    store: StoreFormat = "auto",
-    store_memory: StoreMemory = "auto",
-    store_folder: StoreFolder = None,
-    tokenizer: Tokenizer = None,
-    dtype: Dtype = "float32",
-    device: Device = None,
     json: AsJson = False,
+    *,
+    pair: PairOptions,
 ) -> None:
     """Measure this machine for a pair of models and write a machine profile for spac-sim and spac-exec.
 
@@ -45,16 +26,15 @@ def calibrate(
     what a layer on two tiers costs, waking up after a copy, and on CUDA copies by size. Cold caches apart from warm.
     """
     from ..simulator.machine import show_machine
-    from .calibrate import calibrate as measure
-    from .models import load_models
-    from .probe import PairSubject
-    from .report import calibrated
-    from .stores import Choice
+
+    check_folder("-o", out)
+    with starting():
+        from .calibrate import calibrate as measure
+        from .probe import PairSubject
+        from .report import calibrated
 
     link = link_of(link_bandwidth, link_latency)
-    check_folder("-o", out)
-    kept = Choice(store, store_memory, store_folder)
-    models = load_models(target, draft, dtype, device or default_device(), kept, tokenizer)
+    models = pair.load()
     with measuring("measuring this machine"):
         profile = measure(PairSubject(models), link, out.stem, rounds)
     try:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..traces.console import starting
 from .cli_options import (
     AllowLossy,
     DraftLength,
@@ -37,8 +38,9 @@ def chat(
 
     On a terminal the last line says how many experts were resident. In a pipe, one line in is one answer out.
     """
-    from .chat import Chat, StatusLine, lines_of
-    from .opening import Opening
+    with starting():
+        from .chat import Chat, StatusLine, lines_of
+        from .opening import Opening
 
     opening = Opening(
         policy, pair, size, log, context, draft_length, max_new_tokens, temperature, seed, allow_lossy

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..traces.console import measuring, parse_size, say, show_json, show_size, show_table
+from ..traces.console import measuring, parse_size, say, show_json, show_size, show_table, starting
 from ..traces.errors import InputError
 from .cli_options import AsJson, StoreFolder
 
@@ -31,11 +31,11 @@ def doctor(
         raise InputError("--slots and --vram: give one of them")
     if target is None and (slots is not None or vram is not None or store != "exact"):
         raise InputError("--slots, --vram and --store: need the --target that they are for")
-    shape = None if target is None else _shape(target, store)
     room = None if vram is None else parse_size(vram, "--vram")
-
-    from .doctor import FAIL, examine, findings, needs
-    from .stores import default_folder
+    with starting():
+        shape = None if target is None else _shape(target, store)
+        from .doctor import FAIL, examine, findings, needs
+        from .stores import default_folder
 
     with measuring("measuring memory and copies"):
         facts = examine(store_folder or default_folder())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..traces.console import check_folder, measuring, say, show_json
+from ..traces.console import check_folder, measuring, say, show_json, starting
 from ..traces.errors import InputError
 from .cli_options import (
     AllowLossy,
@@ -84,8 +84,9 @@ def generate(
     if adaptive and clock != "real":
         raise InputError("--draft-length auto: goes by the real clock; give a number with --clock virtual")
 
-    from ..traces.speculate import Options
-    from .session import Settings, run
+    with starting():
+        from ..traces.speculate import Options
+        from .session import Settings, run
 
     models = pair.load(length > 0)  # 0: asked for, or the policy was chosen for decoding without a draft
     profile = machine_of(size.machine, clock, models)

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..traces.console import check_folder, parse_size
+from ..traces.console import check_folder, measuring, parse_size
 from ..traces.errors import InputError
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ class PairOptions:
 
         kept = Choice(self.store, self.store_memory, self.store_folder)
         draft, device = self.draft if drafts else "none", self.device or default_device()
-        return load_models(self.target, draft, self.dtype, device, kept, self.tokenizer, watch, context)
+        with measuring("loading") if watch is None else nullcontext():
+            return load_models(self.target, draft, self.dtype, device, kept, self.tokenizer, watch, context)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..traces.console import measuring, say, show_json, show_size, show_table
+from ..traces.console import measuring, say, show_json, show_size, show_table, starting
 from ..traces.errors import InputError
 from .cli_options import AsJson, Bandwidth, Device, Latency, MachineName, default_device, link_of, policy_of
 
@@ -46,13 +46,14 @@ def replay(
     """
     if dense not in ("weights", "none"):
         raise InputError(f"--dense {dense}: unknown; choose weights or none")
-    link = link_of(link_bandwidth, link_latency)
     names = policy or ["ar-lru"]
     for name in names:
         policy_of(name)
-    from ..traces.reader import open_trace
-    from .replay import first_layers, in_format
+    with starting():
+        from ..traces.reader import open_trace
+        from .replay import first_layers, in_format
 
+    link = link_of(link_bandwidth, link_latency)
     steps: Any = open_trace(trace)
     if draft_length:
         from ..traces.redraft import windowed
@@ -61,7 +62,8 @@ def replay(
     steps = in_format(first_layers(steps, layers), form)
     shape = steps.header.target
     per_layer = min(shape.experts, 2 * shape.top_k if slots is None else slots)
-    rig = _rig(steps, form, per_layer, dense == "weights", device or default_device(), seed)
+    with measuring("making random weights"):
+        rig = _rig(steps, form, per_layer, dense == "weights", device or default_device(), seed)
     with measuring("measuring this machine and running the trace"):
         profile = _machine(machine, rig, max(shape.top_k, per_layer), link, rounds)
         found = {name: _one(rig, steps, name, profile, per_layer, limit_steps, warm_up, seed) for name in names}

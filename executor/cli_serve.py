@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..traces.console import parse_size, say, show_json, warn
+from ..traces.console import parse_size, say, show_json, starting, warn
 from ..traces.errors import InputError
 from .cli_options import (
     AllowLossy,
@@ -70,7 +70,8 @@ def serve(
     One request is answered at a time, under the policy; the expert cache stays warm from one to the next.
     """
     try:
-        from .web import Rules, listen
+        with starting():
+            from .web import Rules, listen
     except ModuleNotFoundError as error:
         if error.name not in ("fastapi", "uvicorn", "starlette", "pydantic"):
             raise

@@ -2,14 +2,12 @@
 
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..traces.console import check_folder, say, show_json, show_table
+from ..traces.console import check_folder, say, show_json, show_table, starting, tell
 from ..traces.errors import InputError
 from .cli_options import AsJson, link_of, policy_of
 
@@ -49,7 +47,7 @@ def versus(
     names = policy or POLICIES
     for name in names:
         policy_of(name)
-    with _telling("starting"), tempfile.TemporaryDirectory(prefix="spac-") as folder:
+    with starting(), tempfile.TemporaryDirectory(prefix="spac-") as folder:
         from .versus import contest, orders
         from .versus_report import document, page, table, verdict
 
@@ -58,7 +56,7 @@ def versus(
             if wanted:
                 stage = make(Path(folder), form, layers, max_new_tokens, limit_steps)
                 cells = cells_of(slots or default["slots"], link or default["links"], names, stage)
-                found.append((default["title"], stage, contest(stage, cells, repetitions, _tell)))
+                found.append((default["title"], stage, contest(stage, cells, repetitions, tell)))
     good = all(row.good() for _, _, rows in found for row in rows) and not any(orders(rows)[1] for _, _, rows in found)
     command = " ".join(["spac-exec versus", *sys.argv[2:]])
     text = page([(title, stage.name, rows) for title, stage, rows in found], command)
@@ -110,19 +108,3 @@ def _rig(folder: Path, form: str, layers: int, new_tokens: int, steps: int) -> "
     check_memory("host memory", "versus", needs, free_ram(), "give fewer --layers, a smaller --format, or --no-rig")
     name = f"{shape.name}, {layers} of its layers, {form}; {trace.header.provenance} routing"
     return RigStage(build(trace, form), trace, steps, name)
-
-
-@contextmanager
-def _telling(what: str) -> Iterator[None]:
-    """On a terminal a line says what is going on until all is over, first `what`."""
-    _tell(what)
-    try:
-        yield
-    finally:
-        _tell("")
-
-
-def _tell(what: str) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{what}")
-        sys.stderr.flush()

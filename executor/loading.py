@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from ..traces.console import tell
 from .shards import Files
 
 SMALL = 2**28  # bytes that are read before a bar could be seen
@@ -21,6 +22,8 @@ def watching(watch: Watch | None, files: Sequence[Files]) -> Iterator[None]:
         yield
         return
     columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    if watch is None:
+        tell("")  # the bar begins where the cursor is
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=watch is not None) as bar:
         task = bar.add_task("loading", total=total)
         done = 0

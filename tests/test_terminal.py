@@ -48,6 +48,19 @@ COMMANDS = [
     f"spac-exec generate --policy moe-spac --prompt-limit 1 --max-new-tokens 8 --clock virtual {MACHINE}",
     f"spac-exec bench --policy ar-lru --policy static -r 1 -p 4 -n 4 {MACHINE}",
 ]
+SLOW = [
+    "traces.cli record -o t.spac",
+    "executor.cli generate hello",
+    "executor.cli chat",
+    "executor.cli serve --port 0 --json",
+    "executor.cli bench --json",
+    "executor.cli doctor",
+    "executor.cli doctor --target Qwen/Qwen3-30B-A3B --json",
+    "executor.cli calibrate -o m.toml",
+    "executor.cli replay gpt-oss-20b",
+    "executor.cli versus",
+    "executor.gpu_check --device cpu",
+]
 HERE = Path(__file__).parent
 CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 EACH = """
@@ -66,16 +79,16 @@ def folder(tmp_path):
     return tmp_path
 
 
-def on_a_terminal(folder: Path, commands: list[str]) -> str:
-    """All that 80 columns and 24 lines show, of one process with both outputs there."""
+def on_a_terminal(folder: Path, words: list[str], given: str = "", path: Path = HERE) -> tuple[int, str]:
+    """Exit code and all that 80 columns and 24 lines show of one process with both outputs there."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    env = {k: v for k, v in os.environ.items() if k != "COLUMNS"} | {"TERM": "xterm", "PYTHONPATH": os.fspath(HERE)}
-    process = subprocess.Popen([sys.executable, "-c", EACH], stdin=subprocess.PIPE, stdout=follower, stderr=follower,
+    env = {k: v for k, v in os.environ.items() if k != "COLUMNS"} | {"TERM": "xterm", "PYTHONPATH": os.fspath(path)}
+    process = subprocess.Popen([sys.executable, *words], stdin=subprocess.PIPE, stdout=follower, stderr=follower,
                                cwd=folder, env=env, text=True)  # fmt: skip
     os.close(follower)
     assert process.stdin is not None
-    process.stdin.write("\n".join(commands))
+    process.stdin.write(given)
     process.stdin.close()
     seen = b""
     try:
@@ -84,16 +97,17 @@ def on_a_terminal(folder: Path, commands: list[str]) -> str:
     except OSError:  # the other end is closed
         pass
     os.close(leader)
-    assert process.wait() == 0, seen.decode()[-2000:]
-    return seen.decode()
+    return process.wait(), seen.decode()
 
 
 def test_no_line_is_wider_than_a_terminal(folder):
-    seen = on_a_terminal(folder, COMMANDS)
+    code, seen = on_a_terminal(folder, ["-c", EACH], "\n".join(COMMANDS))
+    assert code == 0, seen[-2000:]
     assert [line.split()[1] for line in re.findall(r"^\$ .*$", seen, re.MULTILINE)] == [c.split()[1] for c in COMMANDS]
     lines = [CODES.sub("", line) for line in re.split(r"[\r\n]+", seen)]
     assert [line for line in lines if cell_len(line) > 80 and not line.startswith("warning: ")] == []  # one line each
     assert CODES.search(seen)  # in colour
+    assert seen.count("starting …\r\x1b[K") == 4  # record, doctor, generate, bench
     assert "measuring memory and copies" in seen  # while it lasts
     assert "generating, prompts: 1" in seen
 
@@ -110,3 +124,14 @@ def test_no_colour_and_no_progress_in_a_pipe(folder, monkeypatch):
         assert not CODES.search(told.output), command
         assert all(line.startswith("warning: ") for line in told.stderr.splitlines()), command
         assert [ln for ln in told.stdout.splitlines() if ln[:1] in set("┏┃┡│└╭╰") and cell_len(ln) > 80] == [], command
+
+
+@pytest.mark.parametrize("line", SLOW)
+def test_commands_that_wait_for_torch_say_so_and_can_be_stopped(tmp_path, line):
+    """In the place of torch a module that shows when it is imported, and stands for who then presses Ctrl-C."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, sys\nsys.stderr.write('[torch]')\nsys.stderr.flush()\nos.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    module, *words = shlex.split(line)
+    words = ["-m", f"moe_spac.{module}", *words]
+    assert on_a_terminal(tmp_path, words, path=tmp_path) == (130, "\r\x1b[Kstarting …[torch]\r\x1b[K")

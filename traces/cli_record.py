@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from .console import check_folder, say, show_json, show_size, show_table
+from .console import check_folder, measuring, say, show_json, show_size, show_table, starting
 from .errors import InputError
 from .prompts import describe, read_prompts
 
@@ -70,13 +70,15 @@ def record(
     if draft_length != "auto" and not (draft_length.isdecimal() and int(draft_length)):
         raise InputError(f"--draft-length {draft_length}: give a number of tokens, or auto; --draft none drafts none")
 
-    from .draft_length import LONGEST
-    from .models import EMBEDDED, load_pair
-    from .recorder import record as run
-    from .speculate import Options
+    with starting():
+        from .draft_length import LONGEST
+        from .models import EMBEDDED, load_pair
+        from .recorder import record as run
+        from .speculate import Options
 
     default_dtype = "float32" if target in (None, EMBEDDED) else "auto"
-    pair = load_pair(target, draft, dtype or default_dtype, device)
+    with measuring("loading"):
+        pair = load_pair(target, draft, dtype or default_dtype, device)
     if compare and pair.draft is None:
         raise InputError("--require-exact: there is no draft to compare with; give --draft")
     stops = () if ignore_eos else pair.stop_tokens

@@ -1,13 +1,14 @@
 """What the three commands share: exit codes, tables, sizes."""
 
+import gc
 import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -21,10 +22,15 @@ UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB"
 UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
-def run_app(app: typer.Typer) -> None:
-    """Run a command line: bad input is one line on stderr and exit 2, Ctrl-C is exit 130, never a traceback."""
+def run_app(app: typer.Typer) -> NoReturn:
+    """`run_main` of a command line."""
+    run_main(lambda: app(standalone_mode=False))
+
+
+def run_main(main: Callable[[], Any]) -> NoReturn:
+    """Run a command: bad input is one line on stderr and exit 2, Ctrl-C is exit 130, never a traceback."""
     try:
-        code = app(standalone_mode=False)
+        code = main()
     except InputError as error:
         line = " ".join(str(error).splitlines())
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {escape(line)}")
@@ -37,6 +43,7 @@ def run_app(app: typer.Typer) -> None:
             raise
         show()
         code = 2
+    gc.freeze()  # or the interpreter's last collection walks for a second through all that torch has made
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -140,15 +147,22 @@ def working(what: str) -> Iterator[None]:
 @contextmanager
 def measuring(what: str) -> Iterator[None]:
     """The same where time is measured: a line that stands still, since one that moves takes a processor's time."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    sys.stderr.write(f"{what} …")
-    sys.stderr.flush()
+    tell(f"{what} …")
     try:
         yield
     finally:
-        sys.stderr.write("\r\x1b[K")
+        tell("")
+
+
+def starting() -> AbstractContextManager[None]:
+    """The same around the imports of a command that needs torch: they take seconds in which nothing else is shown."""
+    return measuring("starting")
+
+
+def tell(what: str) -> None:
+    """Put `what` in the place of what was told before, as a terminal's last line; "" takes it away."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{what}")
         sys.stderr.flush()
 
 
