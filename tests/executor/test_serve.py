@@ -6,8 +6,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from select import select
 from typing import Any, ClassVar
 
 import httpx
@@ -265,14 +266,47 @@ def test_a_body_that_does_not_come_is_not_waited_for(worker, caplog):
     assert caplog.records == []
 
 
+def test_no_connection_is_held_open_for_a_request_that_does_not_come(worker, caplog):
+    with server(worker, Rules("tiny", head_seconds=0.3, new_tokens=LONG)) as url, ExitStack() as stack:
+        silent, half, dripping, refused, slow = (stack.enter_context(connected(url)) for _ in range(5))
+        half.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Mo")
+        refused.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+        assert refused.recv(4096).startswith(b"HTTP/1.1 404 ")
+        refused.sendall(b"{")  # the rest of a body that nobody wants
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+        slow.sendall(head + str(len(body)).encode() + b"\r\n\r\n")  # of its body, for which there is another limit
+        sent = 0
+        with suppress(ConnectionError):
+            while not select([dripping], [], [], 0.05)[0]:
+                sent += dripping.send(b"x")
+        assert sent < 300  # bytes that come do not start the time anew
+        assert b"head did not come within 0.3 s" in rest_of(half)
+        assert rest_of(silent) == rest_of(refused) == b""
+        slow.sendall(body)
+        assert slow.recv(4096).startswith(b"HTTP/1.1 200 ")
+        slow.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")  # the connection is still good
+        assert b"HTTP/1.1 200 " in rest_of(slow)
+    assert caplog.records == []
+
+
+def connected(url: str) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=30)
+
+
+def rest_of(sock: socket.socket) -> bytes:
+    """What is said until the other end hangs up."""
+    said = b""
+    while part := sock.recv(4096):
+        said += part
+    return said
+
+
 def by_hand(url: str, rest: bytes, read: bool = True) -> bytes:
     """What the server says to a request that no client would send, until it hangs up."""
-    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=30) as sock:
+    with connected(url) as sock:
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + rest)
-        said = b""
-        while read and (part := sock.recv(4096)):
-            said += part
-    return said
+        return rest_of(sock) if read else b""
 
 
 def test_unknown_paths_have_the_same_shape_of_error(url):
