@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .web import Rules
 
 CLOSE_SECONDS = 1.0  # that a step which is under way has to end in
+LARGEST = 10_000  # number that a request may give a policy; some allocate so many arrays of all experts
 
 
 @spread
@@ -117,6 +119,10 @@ def check_remote_policy(name: str, opening: "Opening") -> None:
     """A request may name a policy that is installed here, with parameters; no file, whose code would be run."""
     if "/" in name or "\\" in name or ".py" in name or name.endswith(".toml"):
         raise InputError("--policy: a request may name an installed policy, not a file")
+    for parameter in name.partition(":")[2].split(","):
+        with suppress(ValueError):  # no number: what the policy's own types say of it comes next
+            if not abs(float(parameter.partition("=")[2])) <= LARGEST:  # nor is nan
+                raise InputError(f"--policy: {parameter}: a request may give numbers up to {LARGEST} only")
     opening.checked_policy(name)
 
 

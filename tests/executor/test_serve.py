@@ -17,6 +17,9 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from moe_spac.executor.cli_options import LogOptions, PairOptions, SizeOptions
+from moe_spac.executor.cli_serve import check_remote_policy
+from moe_spac.executor.opening import Opening
 from moe_spac.executor.serve import Worker
 from moe_spac.executor.session import Session, Settings
 from moe_spac.executor.web import Rules, listen, serving
@@ -45,9 +48,9 @@ def policy_for(name: str) -> Policy:
 
 
 def check_policy(name: str) -> None:
-    policy_for(name)
-    if name == "min":
-        raise InputError("--policy min: it has to know the future")
+    opening = Opening("ar-lru", PairOptions(), SizeOptions(), LogOptions(), None, None, 64, 0.0, 0, allow_lossy=False)
+    if name != "failing":
+        check_remote_policy(name, opening)
 
 
 @contextmanager
@@ -215,6 +218,10 @@ def test_a_failing_policy_fails_its_request_only(client, greedy):
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "messages.0.content.0.type"),
         ({"policy": "ar-lur"}, "policy", "did you mean ar-lru"),
         ({"policy": "min"}, "policy", "future"),
+        ({"policy": "moe-infinity:capacity=1000000000000"}, "policy", "capacity=1000000000000: a request may give"),
+        ({"policy": "moe-spac-release:k=1_0e5"}, "policy", "numbers up to 10000"),
+        ({"policy": "promoe:recall=nan"}, "policy", "numbers up to 10000"),
+        ({"policy": "moe-infinity:capacity=1e3"}, "policy", "must be a whole number"),
         ({"model": "gpt-4"}, "model", "no model 'gpt-4'"),
     ],
 )
