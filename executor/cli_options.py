@@ -73,13 +73,16 @@ class PairOptions:
 
     def load(self, drafts: bool = True, context: int | None = None, watch: "Watch | None" = None) -> "Models":
         """As `load_models`; without `drafts` no draft is loaded, whatever was given."""
+        from .memory import settle
         from .models import load_models
         from .stores import Choice
 
         kept = Choice(self.store, self.store_memory, self.store_folder)
         draft, device = self.draft if drafts else "none", self.device or default_device()
         with measuring("loading") if watch is None else nullcontext():
-            return load_models(self.target, draft, self.dtype, device, kept, self.tokenizer, watch, context)
+            models = load_models(self.target, draft, self.dtype, device, kept, self.tokenizer, watch, context)
+        settle()
+        return models
 
 
 @dataclass(frozen=True)

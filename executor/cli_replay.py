@@ -51,6 +51,7 @@ def replay(
         policy_of(name)
     with starting():
         from ..traces.reader import open_trace
+        from .memory import settle
         from .replay import first_layers, in_format
 
     link = link_of(link_bandwidth, link_latency)
@@ -64,6 +65,7 @@ def replay(
     per_layer = min(shape.experts, 2 * shape.top_k if slots is None else slots)
     with measuring("making random weights"):
         rig = _rig(steps, form, per_layer, dense == "weights", device or default_device(), seed)
+    settle()
     with measuring("measuring this machine and running the trace"):
         profile = _machine(machine, rig, max(shape.top_k, per_layer), link, rounds)
         found = {name: _one(rig, steps, name, profile, per_layer, limit_steps, warm_up, seed) for name in names}

@@ -48,6 +48,7 @@ def versus(
     for name in names:
         policy_of(name)
     with starting(), tempfile.TemporaryDirectory(prefix="spac-") as folder:
+        from .memory import settle
         from .versus import contest, orders
         from .versus_report import document, page, table, verdict
 
@@ -55,6 +56,7 @@ def versus(
         for wanted, make, default in ((pair, _pair, PAIR), (rig, _rig, RIG)):
             if wanted:
                 stage = make(Path(folder), form, layers, max_new_tokens, limit_steps)
+                settle()
                 cells = cells_of(slots or default["slots"], link or default["links"], names, stage)
                 found.append((default["title"], stage, contest(stage, cells, repetitions, tell)))
     good = all(row.good() for _, _, rows in found for row in rows) and not any(orders(rows)[1] for _, _, rows in found)

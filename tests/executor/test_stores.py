@@ -16,6 +16,7 @@ from tiny import save_tiny_target
 
 from moe_spac.executor import memory, stores
 from moe_spac.executor.audit import audit, in_words
+from moe_spac.executor.cli_options import PairOptions
 from moe_spac.executor.formats import QUANTISED
 from moe_spac.executor.models import load_models
 from moe_spac.executor.stores import Choice
@@ -178,6 +179,15 @@ def test_free_memory_is_what_the_system_and_its_container_say(tmp_path, monkeypa
     assert memory.free_ram() == 3000
     (tmp_path / "memory.max").write_text("max\n")
     assert memory.free_ram() > 2**20
+
+
+def test_what_a_command_has_loaded_is_not_walked_by_the_collector_again(tiny_target):
+    import gc
+
+    gc.unfreeze()
+    kept = PairOptions(target=str(tiny_target), draft="none").load()
+    assert gc.get_freeze_count() > 100_000  # torch and transformers alone
+    assert not any(one is kept.blocks for one in gc.get_objects())
 
 
 def test_an_audit_counts_what_is_there(tiny_target, tiny_draft, tmp_path):
