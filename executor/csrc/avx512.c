@@ -77,7 +77,7 @@ static inline V spread2(int format, P p, int i) {
 }
 
 #define STRIPS strips
-#define ALONE(format) ((format) == Q8 ? 2 : 4)
+#define ALONE(format) ((format) == F32 ? 4 : (format) == Q4 ? 2 : 1)
 #include "tiles.h"
 #include "attend.h"
 

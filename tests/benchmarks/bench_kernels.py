@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from moe_spac.executor import kernels
 from moe_spac.executor.formats import EXACT, QUANTISED, Format
+from moe_spac.executor.pages import roomy
 from moe_spac.executor.store import Record
 
 HIDDEN, WIDTH = 2048, 768
@@ -28,7 +29,7 @@ def experts_of(fmt: Format, megabytes: int) -> tuple[Record, torch.Tensor]:
     """Random experts [E, bytes] with scales near a real model's."""
     record = Record(HIDDEN, WIDTH, fmt, torch.float32)
     count = max(2, megabytes * 10**6 // record.size // AT_ONCE) * AT_ONCE
-    slab = torch.empty((count, record.size), dtype=torch.uint8)
+    slab = roomy(count, record.size)
     random = torch.Generator().manual_seed(0)
     for part, columns in ((record.up, HIDDEN), (record.down, WIDTH)):
         rows = part(slab[0]).shape[0]
