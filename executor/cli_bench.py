@@ -2,6 +2,7 @@
 
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +26,7 @@ from .cli_options import (
 )
 
 if TYPE_CHECKING:
+    from ..traces.prompts import Prompt
     from .models import Models
 
 FORMS = ("table", "md", "json")
@@ -69,16 +71,16 @@ def bench(
         from .session import Settings
 
     length, adaptive = draft_length_of(draft_length, {})
-    models = pair.load(length > 0)
+    needed = partial(longest_of, prompts=given, sizes=sizes, new_tokens=new_tokens)
+    models = pair.load(length > 0, needed)
     plan = plan_of(models, given, sizes, new_tokens, repetitions)
     profile = machine_of(size.machine, "real", models)
-    longest = max([*sizes, *(len(ids) + new_tokens for ids in plan.prompts)])
     options = Options(new_tokens, length, temperature, seed=seed, adaptive=adaptive, draft_invariant=adaptive)
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="spac-") as folder:
         for name in names:
             one, chosen = policy_of(name)
-            total = slots_for(size, chosen, models, profile, one, longest)
+            total = slots_for(size, chosen, models, profile, one, needed(models.pair.tokenizer))
             settings = Settings(profile, total, "real", options, seed, size.budget)
             trace = record or Path(folder) / "run.spac"
             timed = measure(models, one, lambda name=name: policy_of(name)[0], settings, plan, trace, _progress(name))
@@ -94,6 +96,13 @@ def sizes_of(text: str) -> list[int]:
     except ValueError:
         raise InputError(f"-p {text}: takes numbers of tokens, for example 64,256") from None
     return [] if sizes == [0] else sizes
+
+
+def longest_of(tokenizer: Any, prompts: "list[Prompt]", sizes: list[int], new_tokens: int) -> int:
+    """Tokens of the longest text that is measured."""
+    from ..traces.prompts import encode
+
+    return max([*sizes, *(len(encode(tokenizer, p)[0]) + new_tokens for p in prompts)])
 
 
 def _check(names: list[str], form: str, record: Path | None, allow_lossy: bool) -> None:

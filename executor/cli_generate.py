@@ -3,6 +3,7 @@
 import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from .cli_options import (
     PairOptions,
     PolicyName,
     SizeOptions,
+    context_of,
     draft_length_of,
     live_policy,
     machine_of,
@@ -88,7 +90,8 @@ def generate(
         from ..traces.speculate import Options
         from .session import Settings, run
 
-    models = pair.load(length > 0)  # 0: asked for, or the policy was chosen for decoding without a draft
+    needed = partial(context_of, prompts=given, new_tokens=max_new_tokens)
+    models = pair.load(length > 0, needed)  # 0: asked for, or the policy was chosen for decoding without a draft
     profile = machine_of(size.machine, clock, models)
     stops = () if ignore_eos else models.pair.stop_tokens
     options = Options(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..simulator.machine import Machine
     from ..traces.prompts import Prompt
     from .loading import Watch
-    from .models import Models
+    from .models import Context, Models
 
 DEFAULT_FRACTION = 0.25  # of the experts in slots, where nothing else is said
 DEFAULT_DRAFT_LENGTH = 4
@@ -71,7 +71,7 @@ class PairOptions:
     dtype: Dtype = "float32"
     device: Device = None
 
-    def load(self, drafts: bool = True, context: int | None = None, watch: "Watch | None" = None) -> "Models":
+    def load(self, drafts: bool = True, context: "Context" = None, watch: "Watch | None" = None) -> "Models":
         """As `load_models`; without `drafts` no draft is loaded, whatever was given."""
         from .memory import settle
         from .models import load_models
@@ -243,11 +243,15 @@ def slots_of(
     prompts: "list[Prompt]",
 ) -> int:
     """`slots_for` with the context that the longest of `prompts` needs."""
+    context = context_of(models.pair.tokenizer, prompts, new_tokens)
+    return slots_for(size, chosen, models, machine, policy, context)
+
+
+def context_of(tokenizer: Any, prompts: "list[Prompt]", new_tokens: int) -> int:
+    """Tokens of the longest of `prompts` with its answers."""
     from ..traces.prompts import encode
 
-    tokenizer = models.pair.tokenizer
-    context = max(sum(map(len, encode(tokenizer, p))) + len(p.turns) * new_tokens for p in prompts)
-    return slots_for(size, chosen, models, machine, policy, context)
+    return max(sum(map(len, encode(tokenizer, p))) + len(p.turns) * new_tokens for p in prompts)
 
 
 def slots_for(

@@ -18,6 +18,7 @@ from .device import gpu_memory
 ROOM = 300 * 2**20  # bytes of host memory left to the interpreter, its libraries and buffers of one tensor
 CHUNK = 512  # tokens of a prompt that go through the model at once
 CONTEXT = 4096  # tokens whose keys and values are reckoned with where nothing else is said
+LEAST = 512  # and never fewer than these: caches begin with room for some hundred, and calibration takes as many
 GROUP = Path("/sys/fs/cgroup")
 ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
 

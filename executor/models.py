@@ -1,5 +1,6 @@
 """A pair loaded for live runs: the target's experts in host memory, everything else on the fast device."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,11 @@ from .checkpoint import fill_dense, open_checkpoint
 from .device import naming
 from .ggufs import SUFFIX, find_gguf
 from .loading import Watch, watching
-from .memory import CONTEXT, check_memory, free_vram, prefill_reserve
+from .memory import CONTEXT, LEAST, check_memory, free_vram, prefill_reserve
 from .store import HostStore
 from .stores import Choice, build_store, check_choice
+
+Context = int | Callable[[Any], int] | None  # tokens, or how many they are by the target's tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +65,13 @@ def load_models(
     store: Choice = Choice(),
     tokenizer: str | Path | None = None,
     watch: Watch | None = None,
-    context: int | None = None,
+    context: Context = None,
 ) -> Models:
     """Load a pair by our own loader; `target`, `draft` and `dtype` as `load_pair` has them.
 
     `tokenizer`: a folder or name to take it from instead of the target's. `watch` is told how many bytes of the
     checkpoints have been read, and of how many; None shows progress on a terminal. `context`: tokens whose keys and
-    values memory must be left for.
+    values memory must be left for; at least 512, and 4,096 if nothing is said.
 
     Raises InputError: no model, no experts, parts that do not fit together, or too little memory for them. All but
     damaged weights is found out before a weight is read.
@@ -86,7 +89,8 @@ def load_models(
             draft_shape = measure_draft(small.config, small.name, draft_dtype)
             opened = open_checkpoint(small, getattr(torch, draft_dtype), apart=False)
         found = open_checkpoint(big, getattr(torch, shape.dtype), apart=True)
-    beside = _beside(shape, draft_shape, device, context or CONTEXT)
+    tokens = context(big.tokenizer) if callable(context) else context or CONTEXT
+    beside = _beside(shape, draft_shape, device, max(LEAST, tokens))
     with watching(watch, [found.files, *([opened.files] if opened else [])]):
         with naming("host memory", torch.device("cpu")):
             experts = build_store(found, shape, store, device, beside)

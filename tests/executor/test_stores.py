@@ -16,6 +16,7 @@ from tiny import save_tiny_target
 
 from moe_spac.executor import memory, stores
 from moe_spac.executor.audit import audit, in_words
+from moe_spac.executor.cli import app
 from moe_spac.executor.cli_options import PairOptions
 from moe_spac.executor.formats import QUANTISED
 from moe_spac.executor.models import load_models
@@ -168,6 +169,26 @@ def test_too_little_memory_is_named_before_weights_are_read(tiny_target, tmp_pat
     free["bytes"] = 2**40
     with pytest.raises(InputError, match=r"disk has 1000 B free and 102\.00 KiB are needed"):
         load_models(tiny_target, store=Choice("q8", folder=tmp_path))
+
+
+def test_memory_is_left_for_the_texts_that_are_asked_for(tiny_target, monkeypatch, capsys):
+    """Where a short prompt's keys and values fit and those of 4,096 tokens do not."""
+    models = load_models(tiny_target)
+    shape = models.pair.shape
+    needs = models.store.size + memory.ROOM + shape.dense_bytes + sum(memory.prefill_reserve(shape, None, 520).values())
+    monkeypatch.setattr(stores, "free_ram", lambda: needs)
+    store = ["--store", "exact", "--store-memory", "ram", "--target", str(tiny_target), "--draft", "none"]
+    words = [*store, "--machine", "rtx4060-laptop", "--draft-length", "0"]
+    short = ["generate", "the expert", "--max-new-tokens", "4", "--clock", "virtual", "--json"]
+    assert app([*short, *words], standalone_mode=False) == 0
+    assert not app(["bench", "-p", "4", "-n", "4", "-r", "1", "--json", *words], standalone_mode=False)
+    for command, tokens in (
+        (["generate", "the expert", "--max-new-tokens", "600"], "60[0-9]"),
+        (["bench", "-p", "700", "-n", "0"], "700"),
+        (["chat"], "4096"),
+    ):
+        with pytest.raises(InputError, match=f"keys and values of {tokens} tokens"):
+            app([*command, *words], standalone_mode=False)
 
 
 def test_free_memory_is_what_the_system_and_its_container_say(tmp_path, monkeypatch):
