@@ -14,7 +14,7 @@ from .cli_options import AsJson, link_of, policy_of
 if TYPE_CHECKING:
     from .versus import Cell, Row, Stage
 
-POLICIES = ["ar-lru", "hybrimoe", "moe-spac", "static"]
+POLICIES = ["ar-lru", "hybrimoe", "moe-spac", "marginal", "static"]
 PAIR = {"slots": "6,10,16", "links": "100MB/s,400MB/s", "title": "The embedded pair, whole"}
 RIG = {
     "slots": "12,16,24",

@@ -31,10 +31,10 @@ take turns), and a run is predicted at the speed of the yardsticks beside it; a 
 link says at any speed. Policies hear the costs of the first calibration, live and simulated. A policy's
 decision time is charged as the mean that it had in the *other* repetitions (their median, in yardsticks), with
 what the link's thread spends on asking it for prefetches, because that keeps the interpreter from the main
-thread. All else comes from the calibration, which runs none of these policies. The device is emulated: slots in
-RAM stand for its memory, the link takes the time that the row says (and 20 us a copy), and both tiers are
-threads on the same cores. It is the same code as on a GPU but for the CUDA calls; nothing here was run on a
-GPU.
+thread, except where that waits or computes experts. All else comes from the calibration, which runs none of
+these policies. The device is emulated: slots in RAM stand for its memory, the link takes the time that the row
+says (and 20 us a copy), and both tiers are threads on the same cores. It is the same code as on a GPU but for
+the CUDA calls; nothing here was run on a GPU.
 
 What is known to be off: the link's thread is Python, and what it takes from the main one is charged as a mean,
 wherever it falls. And a policy that decides by times it measures (`moe-spac`) does not repeat itself to a point

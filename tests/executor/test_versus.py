@@ -1,8 +1,11 @@
 """Simulator against live: the arithmetic of the table, and one contest on a tiny pair."""
 
+import shlex
+
 import pytest
 
 from moe_spac.executor.calibrate import EmulatedLink
+from moe_spac.executor.cli import app
 from moe_spac.executor.cli_versus import cells_of
 from moe_spac.executor.versus import Cell, PairStage, Row, Sample, contest, orders
 from moe_spac.executor.versus_report import document, page, table, verdict
@@ -83,3 +86,15 @@ def test_a_contest_measures_and_predicts_every_cell(load_live, live_prompts, tmp
         cells_of("many", "1GB/s", [], stage)
     with pytest.raises(InputError, match="top-k"):
         cells_of("1", "1GB/s", [], stage)
+
+
+def test_the_command_runs_and_writes_a_page(tmp_path, capsys):
+    """One layer of a real model's size; whether the row is good is this machine's affair."""
+    page = tmp_path / "page.md"
+    shown = "versus --no-pair --layers 1 --format q4 --limit-steps 8 -r 1 --slots 8 --link 3GB/s --policy static"
+    words = shlex.split(f"{shown} -o {page}")
+    assert app(words, standalone_mode=False) in (0, 1)
+    assert "hits within 1 point in 1 " in capsys.readouterr().out  # they are no matter of time
+    row = next(line for line in page.read_text().splitlines() if "| static |" in line)
+    assert "| 3000 MB/s | 8 | static | " in row
+    assert "| exact |" in row
