@@ -24,7 +24,7 @@ from .interface import (
     Where,
 )
 from .parts import even
-from .pool import ABSENT, COMING, RESIDENT, RESIDENT_BELOW, WORTH, new_pool
+from .pool import ABSENT, AWAY, COMING, RESIDENT, RESIDENT_BELOW, WORTH, new_pool
 from .prefill import cheaper_absent
 from .residency import all_keys
 from .reuse import Reuse
@@ -98,6 +98,8 @@ class Marginal(Policy):
         self._keys = all_keys(*shape)
         self._pool = new_pool(*shape)  # worth is expected uses
         self._flying: set[Key] = set()  # prefetches on their way when last looked
+        self._passing: list[Key] = []  # COMING, because they are copied for the running layer
+        self._unasked: tuple[Key, ...] = ()  # of the layer before, which may have taken free slots
         self._ahead: dict[int, tuple[int, dict[int, float]]] = {}  # of a layer: how far ahead it was forecast, and what
         self._right = [SURE] * setup.layers
         self._saved, self._slowing = saved_by_a_hit(costs, setup.cpu), slowing_of_cpu(costs, setup.cpu)
@@ -134,6 +136,12 @@ class Marginal(Policy):
     def layer_ends(self, report: LayerReport) -> None:
         self._layers_ns += report.wall_ns
         self._on_cpu_ns += report.cpu_ns
+        for key in self._passing:
+            if (
+                self._pool.item(AWAY, *key) == COMING
+            ):  # if a slot was given for it, without asking, it shows when looked at
+                put(self._pool, key, ABSENT)
+        self._passing.clear()
         if report.layer == self._setup.layers - 1:
             self._layer = -1  # nothing on this side needs host memory until the next pass
 
@@ -158,6 +166,10 @@ class Marginal(Policy):
 
     def dispatch(self, demand: Demand, view: View) -> Answer:
         self._layer = layer = demand.layer
+        for key in self._unasked:
+            if view.resident(key):
+                put(self._pool, key, RESIDENT)
+        self._unasked = demand.keys if view.free(layer) > 0 else ()
         if layer in self._ahead:
             self._check_forecast(demand)
         if self._prefill:
@@ -184,7 +196,11 @@ class Marginal(Policy):
                 put(pool, key, RESIDENT)  # when it lands; until then it is no candidate
                 return key
             # It took a free slot, of which policies are not told, or was copied for the running layer.
-            put(pool, key, RESIDENT if view.resident(key) else COMING)
+            if view.resident(key):
+                put(pool, key, RESIDENT)
+            else:
+                put(pool, key, COMING)
+                self._passing.append(key)
         return None
 
     def victim(self, incoming: Key, candidates: Candidates, view: View) -> Key | None:

@@ -245,6 +245,7 @@ def test_scripts_run(command, tmp_path, monkeypatch, capfd):
     place = words.pop(0) if first == "-m" else str(ROOT / first)
     monkeypatch.setattr(sys, "argv", [place, *words])
     monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    monkeypatch.delitem(sys.modules, place, raising=False)  # as in an interpreter of its own
     threads = torch.get_num_threads()
     try:
         (runpy.run_module if first == "-m" else runpy.run_path)(place, run_name="__main__")

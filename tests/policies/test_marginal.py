@@ -13,7 +13,7 @@ from policy_loop import Host, make_setup, random_routing, sets
 from twins import built
 
 from moe_spac.policies import marginal, pool, reuse, split
-from moe_spac.policies.interface import Costs, Forecast, Key, LayerReport, StepInfo
+from moe_spac.policies.interface import Costs, Demand, Forecast, Key, LayerReport, StepInfo
 from moe_spac.policies.marginal import Marginal, put, saved_by_a_hit, slowing_of_cpu
 from moe_spac.policies.pool import ABSENT, AWAY, RESIDENT
 from moe_spac.traces.schema import Kind
@@ -98,7 +98,8 @@ def test_a_forecast_is_fetched_if_it_is_worth_the_copy():
     assert policy.next_fetch(All(held)) == Key(2, 6)
 
 
-def test_nothing_is_asked_for_when_all_are_there_or_coming():
+def nothing_to_ask_for():
+    """All experts are resident but one that is copied for the running layer, and a look for work has seen that."""
     policy = started(layers=1, experts=4, slots=3, costs=BY_HAND)
     held = set(policy.placement())
     begin(policy)
@@ -111,6 +112,33 @@ def test_nothing_is_asked_for_when_all_are_there_or_coming():
     policy.reuse.demand[0] = 0.5
     policy._price(0)
     assert policy.next_fetch(view) is None
+    return policy, held
+
+
+def test_nothing_is_asked_for_when_all_are_there_or_coming():
+    nothing_to_ask_for()
+
+
+def test_what_was_copied_for_a_layer_only_may_be_fetched_later():
+    policy, held = nothing_to_ask_for()
+    policy.layer_ends(LayerReport(0, 100, 0, 0, 0, 0))  # nobody gave it a slot
+    assert policy.next_fetch(All(held, room=1)) == Key(0, 3)
+
+
+def test_what_took_a_free_slot_may_be_evicted():
+    """Hosts give free slots without asking whom to evict for them."""
+    policy = started(layers=1, experts=4, slots=3, costs=BY_HAND)
+    held, everything = set(policy.placement()), {Key(0, e) for e in range(4)}
+    begin(policy)
+
+    def ask(needed, resident, room):
+        there = frozenset(e for e in needed if Key(0, e) in resident)
+        policy.dispatch(Demand(0, needed, (1,) * len(needed), np.array([needed]), held=there), All(resident, room=room))
+
+    ask((2, 3), held, room=1)
+    for _ in range(3):
+        ask((0, 1, 2), everything, room=0)
+    assert policy.surrender(0, All(everything), All(everything)) == Key(0, 3)
 
 
 def test_how_often_forecasts_are_right_is_learnt_by_distance():
