@@ -21,7 +21,7 @@ def test_it_is_memory_like_any_other(shape):
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists() or not hasattr(mmap, "MADV_HUGEPAGE"), reason="not Linux")
 def test_the_system_is_asked_for_large_pages():
     """Whether it has any to give is its own affair; the range is marked."""
-    place, found = roomy(8, LARGE), {}
+    place, found, begin, end = roomy(8, LARGE), {}, 0, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if first := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             begin, end = (int(part, 16) for part in first.groups())

@@ -1,6 +1,7 @@
 """The order of all experts: against sorted lists, and numpy against C, to the last bit."""
 
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,8 @@ def test_the_coldest_and_the_warmest_are_those_of_a_sorted_list(way, seed):
     absent = min(set(EVERY) - held, key=lambda key: (-worth[key], key), default=None)
     found = way.warmest(pool, KEYS)
     assert (found and found[0]) == absent
-    assert found is None or found[1] == pytest.approx(worth[absent], abs=1e-4)
+    if found:
+        assert found[1] == pytest.approx(worth[found[0]], abs=1e-4)
     candidates = {key for key in held if key.expert % 3}
     rest = [key for key in by_worth if key in candidates]
     for below in (0.9, 0.9, 250.0):
@@ -92,7 +94,8 @@ def test_what_is_not_there_is_refused():
     ):
         with pytest.raises(IndexError, match="no such layer or expert"):
             call()
+    wrong: Any = ("a", 3)
     with pytest.raises(TypeError):
-        compiled.price(pool, 0, demand, 1.0, ("a",), 0.0)
+        compiled.price(pool, 0, demand, 1.0, wrong, 0.0)
     with pytest.raises(TypeError):
-        compiled.put(pool, 3, 0.0)
+        compiled.put(pool, wrong[1], 0.0)
