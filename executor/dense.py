@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from . import kernels
 from .attention import Attention, attention_of
 from .formats import GROUP, Format
-from .pages import roomy
+from .pages import moved, roomy
 
 
 class Packed(torch.Tensor):
@@ -99,7 +99,7 @@ def pack_dense(model: torch.nn.Module, stored: Format) -> int:
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and not m.in_features % GROUP]
     for layer in layers:
         if not layer.weight.is_meta:
-            raw = stored.encode(layer.weight.detach())
-            packed: Any = Packed(roomy(*raw.shape).copy_(raw), stored, layer.in_features)
+            raw = moved(stored.encode(layer.weight.detach()))
+            packed: Any = Packed(raw, stored, layer.in_features)
             layer._parameters["weight"] = packed
     return len(layers)

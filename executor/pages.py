@@ -24,3 +24,8 @@ def roomy(*shape: int) -> torch.Tensor:
     except OSError:  # no such pages, or no room, of which torch tells in its own words
         return torch.empty(shape, dtype=torch.uint8)
     return torch.frombuffer(room, dtype=torch.uint8).view(shape)
+
+
+def moved(raw: torch.Tensor) -> torch.Tensor:
+    """A copy of bytes, in such memory."""
+    return roomy(*raw.shape).copy_(raw)

@@ -30,7 +30,7 @@ from .formats import EXACT, QUANTISED, Format
 from .host import RING, Routed
 from .memory import ROOM
 from .moe import Call
-from .pages import roomy
+from .pages import moved
 from .predict import per_token, priced_by_run
 from .session import Settings, host_for
 from .store import HostStore, Record
@@ -167,7 +167,7 @@ def _dense(shape: ModelShape, rng: torch.Generator, device: str) -> list[torch.T
     if stored.dtype == torch.float32:
         return [one.clone().to(device) for _ in shape.moe_layers]
     raw = stored.encode(one)
-    return [Packed(roomy(*raw.shape).copy_(raw), stored, shape.hidden) for _ in shape.moe_layers]
+    return [Packed(moved(raw), stored, shape.hidden) for _ in shape.moe_layers]
 
 
 def _fill(store: HostStore, record: Record, rng: torch.Generator) -> None:

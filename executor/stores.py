@@ -25,7 +25,7 @@ from .experts import fill_layer, record_of
 from .formats import EXACT, QUANTISED
 from .ggufs import BLOCKS
 from .memory import ROOM, check_memory, free_ram
-from .pages import roomy
+from .pages import moved
 from .store import HostStore, Record
 
 FORMATS = ("auto", "exact", *QUANTISED)
@@ -207,7 +207,7 @@ def _open(folder: Path, record: Record, layers: int, experts: int, memory: str) 
         if file.stat().st_size != size:
             raise InputError(f"--store-cache: {file} is damaged; delete the folder {folder}")
         mapped = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8).view(experts, record.size)
-        slabs.append(mapped if memory == "mmap" else roomy(*mapped.shape).copy_(mapped))
+        slabs.append(mapped if memory == "mmap" else moved(mapped))
         losses.append(json.loads(file.with_suffix(".json").read_text())["relative_error"])
     losses = [] if record.format.exact else losses
     return HostStore(layers, experts, record, slabs=slabs, losses=losses, memory=memory)

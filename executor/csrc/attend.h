@@ -14,9 +14,7 @@ static void softmax(float *restrict scores, int n) {
     for (int i = n; i < whole(n); i++) scores[i] = 0;
     for (int i = 0; i < n; i += LANES)
         for (int j = 0; j < LANES; j++) sum[j] += scores[i + j];
-    for (int half = LANES / 2; half; half /= 2)
-        for (int j = 0; j < half; j++) sum[j] += sum[j + half];
-    const float part = 1.0f / sum[0];
+    const float part = 1.0f / spac_sum(sum);
     for (int i = 0; i < whole(n); i++) scores[i] *= part;
 }
 

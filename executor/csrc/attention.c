@@ -37,9 +37,7 @@ static void normalise(const float *x, const float *weight, float eps, float *y, 
     float sum[LANES] = {0};
     for (int i = 0; i < n; i += LANES)
         for (int j = 0; j < LANES; j++) sum[j] += x[i + j] * x[i + j];
-    for (int half = LANES / 2; half; half /= 2)
-        for (int j = 0; j < half; j++) sum[j] += sum[j + half];
-    const float by = 1.0f / sqrtf(sum[0] / (float)n + eps);
+    const float by = 1.0f / sqrtf(spac_sum(sum) / (float)n + eps);
     for (int i = 0; i < n; i++) y[i] = x[i] * by * weight[i];
 }
 

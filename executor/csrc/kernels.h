@@ -48,6 +48,13 @@ static inline size_t column_bytes(int n) { return (size_t)n + (size_t)n / GROUP 
 static inline int32_t *column_sums(void *c, int n) { return (int32_t *)((char *)c + n); }
 static inline float *column_scales(void *c, int n) { return (float *)((char *)c + 2 * (size_t)n); }
 
+/* All lanes, added by halves; what is in them is lost. */
+static inline float spac_sum(float *lanes) {
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
 /* n, filled up to whole lanes. */
 static inline int whole(int n) { return (n + LANES - 1) / LANES * LANES; }
 

@@ -11,11 +11,7 @@ static inline V fma16(V a, V b, V c) {
     return c;
 }
 
-static inline float sum16(V a) {
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) a.v[i] += a.v[i + half];
-    return a.v[0];
-}
+static inline float sum16(V a) { return spac_sum(a.v); }
 
 static inline V load16(int format, const uint8_t *p) {
     V a;

@@ -110,7 +110,7 @@ def our_models(layers: int, vocab: int) -> Any:
     from moe_spac.executor.formats import QUANTISED
     from moe_spac.executor.models import Models
     from moe_spac.executor.moe import IMPLEMENTATION, register
-    from moe_spac.executor.pages import roomy
+    from moe_spac.executor.pages import moved
     from moe_spac.executor.store import HostStore, Record
     from moe_spac.traces.models import Pair, model_shape, moe_blocks
 
@@ -129,7 +129,7 @@ def our_models(layers: int, vocab: int) -> Any:
         for name, weight in [(n, w) for n, w in module._parameters.items() if w is not None]:
             if isinstance(module, torch.nn.Linear):
                 raw = torch.from_numpy(four_bits(*weight.shape, seed=len(weight)))
-                packed: Any = Packed(roomy(*raw.shape).copy_(raw), QUANTISED["q4"], weight.shape[1])
+                packed: Any = Packed(moved(raw), QUANTISED["q4"], weight.shape[1])
                 module._parameters[name] = packed
             else:
                 filled = torch.ones(weight.shape) if weight.dim() == 1 else torch.randn(weight.shape) * 0.02
