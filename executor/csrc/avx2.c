@@ -80,6 +80,8 @@ static inline V spread2(int format, P s, int i) {
 }
 
 #define STRIPS strips
+#define ROWS 2
+#define WIDE 3
 #define ALONE(format) 2
 #include "tiles.h"
 #include "attend.h"

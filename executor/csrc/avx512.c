@@ -77,6 +77,8 @@ static inline V spread2(int format, P p, int i) {
 }
 
 #define STRIPS strips
+#define ROWS 4
+#define WIDE 6
 #define ALONE(format) ((format) == F32 ? 4 : (format) == Q4 ? 2 : 1)
 #include "tiles.h"
 #include "attend.h"

@@ -84,6 +84,8 @@ static inline V spread2(int format, P s, int at) {
 }
 
 #define STRIPS singly
+#define ROWS 2
+#define WIDE 3
 #define ALONE(format) 1
 #include "tiles.h"
 #include "attend.h"

@@ -9,6 +9,7 @@
  *   LOW(format), HIGH(format)                factors of a column's sums: of numbers 0-15 and of 16-31
  *   STRIPS                                   strips, or singly
  *   ALONE(format)                            rows at once for a single column
+ *   ROWS, WIDE                               rows, and most columns, of plain numbers at once: up to 4 and 3 to 6
  */
 #include "plain.h"
 
@@ -31,7 +32,7 @@ INLINE void plain_tile(int format, int R, int C, const uint8_t *w, size_t row_by
                        float *const *y, int row) {
     const size_t size = number_bytes(format);
     const int whole = n / LANES * LANES;
-    V sum[4][4];
+    V sum[4][6];
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < C; c++) sum[r][c] = zero();
     for (int j = 0; j < whole; j += LANES) {
         V weights[4];
@@ -136,13 +137,15 @@ INLINE void strip(int format, int R, int C, const uint8_t *w, size_t row_bytes, 
 
 INLINE void strips(int format, const uint8_t *w, size_t row_bytes, int rows, int n, const void *const *x,
                    float *const *y, int m) {
-    const int grouped = format == Q8 || format == Q4, most = grouped ? 4 : 3;
+    const int grouped = format == Q8 || format == Q4, most = grouped ? 4 : WIDE;
     while (m > 0) {
-        /* 4 columns of plain numbers are 2 and 2, not 3 and 1. */
-        int c = m >= most && (grouped || m != 4) ? most : m >= 2 ? 2 : 1;
-        if (c == 4) strip(format, 1, 4, w, row_bytes, rows, n, x, y);
-        if (c == 3) strip(format, 2, 3, w, row_bytes, rows, n, x, y);
-        if (c == 2) strip(format, 2, 2, w, row_bytes, rows, n, x, y);
+        /* As few times as can be, and plain numbers evenly: 4 columns are 2 and 2, not 3 and 1. */
+        const int times = (m + most - 1) / most, c = grouped ? (m < most ? m : most) : (m + times - 1) / times;
+        if (c == 6 && WIDE >= 6) strip(format, ROWS, 6, w, row_bytes, rows, n, x, y);
+        if (c == 5 && WIDE >= 5) strip(format, ROWS, 5, w, row_bytes, rows, n, x, y);
+        if (c == 4 && (grouped || WIDE >= 4)) strip(format, grouped ? 1 : ROWS, 4, w, row_bytes, rows, n, x, y);
+        if (c == 3) strip(format, grouped ? 1 : ROWS, 3, w, row_bytes, rows, n, x, y);
+        if (c == 2) strip(format, grouped ? 2 : ROWS, 2, w, row_bytes, rows, n, x, y);
         if (c == 1) strip(format, ALONE(format), 1, w, row_bytes, rows, n, x, y);
         x += c, y += c, m -= c;
     }
