@@ -77,8 +77,8 @@ def observe_round(subject: Subject, start: Machine, pace: Pace, yards: list[floa
         drafting=see(lambda: Probe("g")) if draft else [],
         on_cpu=see(lambda: Probe("c")),
         halves=see(lambda: Probe("gc")),
-        prefetching=see(lambda: Prefetching("gc")),
         fifths=see(lambda: Probe("gcccc")),
+        prefetching=see(lambda: Prefetching("gcccc")),
         layered=see(lambda: Probe("gcc", whole=True)),
         copying=see(lambda: Probe("s"), brief=True),
     )
@@ -120,7 +120,7 @@ PLAIN = {
     "gpu.expert_fixed": ("gpu_fixed", "an expert on the fast device, beside what grows with its tokens"),
     "gpu.step_fixed": ("step", "embedding, head and loop of a step"),
     "policy.layer": ("policy", "driver with a policy that decides nothing"),
-    "link.landing": ("landing", "a prefetch that lands: what it costs whoever launches work"),
+    "link.landing": ("landing", "a prefetch that lands: what it costs all who compute beside it"),
     "link.arrival": ("arrival", "waiting for copies beyond their time: waking up, with cold caches"),
     "cpu.first_expert": ("cpu_first", "handing a layer to the CPU tier, which work on the fast device hides"),
     "cpu.expert_fixed": ("cpu_fixed", "an expert on the CPU tier, beside what grows with its tokens"),

@@ -8,7 +8,7 @@ import numpy as np
 from ..traces.schema import Kind
 from .probe import Seen
 from .quiet import freaks
-from .times import LayerTimes
+from .times import LayerTimes, decision_ns
 
 Price = Callable[[int], float]  # ns of an expert with so many tokens
 
@@ -53,15 +53,15 @@ def typical(values: Iterable[float]) -> float:
 @dataclass(frozen=True, slots=True)
 class Round:
     """Steps with all experts on the fast device, without a draft in between and with one (none if there is none), all
-    on the CPU tier, a half of them there, the same while others are prefetched, four fifths there, all of two layers in
-    three, and all copied."""
+    on the CPU tier, a half of them there, four fifths there, the same while some of these are prefetched, all of two
+    layers in three, and all copied."""
 
     alone: list[Seen] = field(default_factory=list)
     drafting: list[Seen] = field(default_factory=list)
     on_cpu: list[Seen] = field(default_factory=list)
     halves: list[Seen] = field(default_factory=list)
-    prefetching: list[Seen] = field(default_factory=list)
     fifths: list[Seen] = field(default_factory=list)
+    prefetching: list[Seen] = field(default_factory=list)
     layered: list[Seen] = field(default_factory=list)
     copying: list[Seen] = field(default_factory=list)
 
@@ -117,7 +117,7 @@ def figures(seen: Round) -> Figures:
         beside=beside,
         overlap=overlap,
         arrival=arrival(verifying(seen.copying), dense, (cold_call, price)),
-        landing=landing(seen.halves, seen.prefetching),
+        landing=landing(seen.fifths, seen.prefetching),
         draft=typical((s.draft + later) / (s.tokens - 1) for s in drafted),
     )
 
@@ -277,22 +277,17 @@ def arrival(seen: Iterable[Seen], dense: tuple[float, float, float], gpu: tuple[
 
 
 def landing(without: Sequence[Seen], prefetching: Sequence[Seen]) -> float:
-    """What a prefetch that lands costs whoever launches work, from the same steps without prefetches and with them.
-
-    How much longer each step takes grows by this with the copies that landed in it; what it takes longer without any is
-    the machine's doing.
-    """
+    """What a prefetch that lands costs all others: how much longer the same steps take with prefetches than without
+    them, deciding on them left out, by the copies that landed."""
     pairs = [(one, other) for one, other in zip(without, prefetching, strict=False) if other.copy_ns]
     if not pairs:
         return 0.0
     before, after = (np.array([_without_policy(s) for s in side], float) for side in zip(*pairs, strict=True))
     landed = np.array([other.times.busy.get("prefetch", 0) / other.copy_ns for _, other in pairs])
     usual = ~(freaks(before) | freaks(after))
-    if not usual.any() or np.ptp(landed[usual]) == 0:
-        return 0.0
-    slope, _ = np.polyfit(landed[usual], (after - before)[usual], 1)
-    return max(0.0, float(slope))
+    count = landed[usual].sum()
+    return max(0.0, float((after - before)[usual].sum() / count)) if count else 0.0
 
 
-def _without_policy(seen: Seen) -> int:
-    return seen.times.wall_ns - sum(x.policy for x in seen.times.layers)
+def _without_policy(seen: Seen) -> float:
+    return seen.times.wall_ns - decision_ns([seen.times]) * len(seen.times.layers)

@@ -1,5 +1,6 @@
 """What calibration runs: a policy that decides nothing, on a pair of models or on a replay's random experts."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -7,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 
-from ..policies.interface import Demand, Key, Policy, Setup, StepInfo, View, Where
+from ..policies.interface import Candidates, Demand, Key, Policy, Setup, StepInfo, View, Where
 from ..simulator.machine import Machine
 from ..traces.prompts import encode, read_prompts
 from ..traces.schema import DraftShape, Header, Kind, ModelShape, Provenance, Step
@@ -81,15 +82,25 @@ class Probe(Policy):
     def __init__(self, pattern: str = "g", experts: int | None = None, whole: bool = False) -> None:
         self.pattern, self.experts, self.whole = pattern, experts, whole
 
+    def slots(self, shape: ModelShape) -> int:
+        """How many it needs, in all layers: enough for whatever is used."""
+        return len(shape.moe_layers) * self._used(shape.experts)
+
     def setup(self, setup: Setup) -> None:
         self._setup = setup
 
     def placement(self) -> Iterable[Key]:
-        used = range(self._setup.experts if self.experts is None else self.experts)
-        return [Key(la, e) for la in range(self._setup.layers) for e in used if self._home(la, e) is Where.GPU]
+        return self._at_home(Where.GPU)
 
     def dispatch(self, demand: Demand, view: View) -> Sequence[tuple[int, Where]]:
         return [(e, self._home(demand.layer, e)) for e in demand.experts]
+
+    def _at_home(self, where: Where) -> list[Key]:
+        used = range(self._used(self._setup.experts))
+        return [Key(la, e) for la in range(self._setup.layers) for e in used if self._home(la, e) is where]
+
+    def _used(self, experts: int) -> int:
+        return experts if self.experts is None else self.experts
 
     def _home(self, layer: int, expert: int) -> Where:
         at = layer if self.whole else layer + expert
@@ -97,21 +108,46 @@ class Probe(Policy):
 
 
 class Prefetching(Probe):
-    """Prefetches the experts that are the CPU tier's, one after another from the prompt's end on; they stay its all the
-    same."""
+    """Prefetches the experts that are the CPU tier's, one after another and over again, as long as the run lasts; they
+    stay its all the same.
+
+    There is room for a few of them only, so each takes the place of the one that has been there longest.
+    """
+
+    def slots(self, shape: ModelShape) -> int:
+        """For those that are placed, and for as many more in each layer as a token needs."""
+        used = self._used(shape.experts)
+        placed = -(-used // len(self.pattern)) * self.pattern.count("g")
+        return len(shape.moe_layers) * min(used, placed + shape.top_k)
 
     def setup(self, setup: Setup) -> None:
         super().setup(setup)
-        used = range(setup.experts if self.experts is None else self.experts)
-        every = (Key(la, e) for la in range(setup.layers) for e in used)
-        self._wanted = [key for key in every if self._home(*key) is Where.CPU]
+        wanted = self._at_home(Where.CPU)
+        self._next = deque(sorted(wanted, key=lambda key: key.expert))  # the layers take turns
+        self._there: list[deque[Key]] = [deque() for _ in range(setup.layers)]
         self._begun = False
 
     def step_begins(self, step: StepInfo) -> None:
         self._begun = self._begun or step.kind is not Kind.PREFILL
 
     def next_fetch(self, view: View) -> Key | None:
-        return self._wanted.pop() if self._begun and self._wanted else None
+        if not (self._begun and self._next):
+            return None
+        self._next.rotate(-1)
+        key = self._next[-1]
+        if view.resident(key) or view.in_flight(key):
+            return None
+        return key
+
+    def victim(self, incoming: Key, candidates: Candidates, view: View) -> Key | None:
+        there = self._there[incoming.layer]
+        oldest = next((key for key in there if key in candidates), None)
+        if oldest is not None:
+            there.remove(oldest)
+        return oldest
+
+    def transfer_done(self, key: Key, size: int, ns: int) -> None:
+        self._there[key.layer].append(key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +190,7 @@ class PairSubject:
         pair = self.models.pair
         ids = [i for p in read_prompts("held-out") for i in encode(pair.tokenizer, p)[0]][:prompt]
         options = Options(max_new_tokens=tokens, draft_length=DRAFTS, prefill_chunk=MANY)
-        everything = len(pair.shape.moe_layers) * pair.shape.experts
-        host = make_host(self.models, probe, Settings(machine, everything, options=options))
+        host = make_host(self.models, probe, Settings(machine, probe.slots(pair.shape), options=options))
         try:
             live = _Watched(host, self.models)
             attach(self.models.experts, live)
@@ -209,8 +244,8 @@ class RigSubject:
         probe.experts = self.slots
         header = Header(self.shape, Provenance.SYNTHETIC, "calibration")
         trace = TraceView(header, lambda: iter(self._steps(3 if brief else 5)))
-        total = self.slots * len(self.shape.moe_layers)
-        return _warm([Seen(0, s) for s in replay(self.rig, trace, probe, Settings(machine, total)).times])
+        settings = Settings(machine, probe.slots(self.shape))
+        return _warm([Seen(0, s) for s in replay(self.rig, trace, probe, settings).times])
 
     def yardstick(self, machine: Machine) -> int:
         return steady([s.times.wall_ns for s in self.observe(Probe("gc"), machine, brief=True)])

@@ -59,7 +59,7 @@ def one_round() -> Round:
     ]
     # Both tiers: 4,750 ns beside 900 + 5,200; 9,450 beside 900 + 4,400; 2,450 beside 900 + 8,800. Each loses a quarter
     # of the time in which both compute.
-    halves = [
+    both = [
         seen(Kind.DECODE, 1, 0, [(1, 2_375 + 1_188), (1, 2_375)], [(3, 6_100 + 1_188)], lost=700 + 800),
         seen(Kind.DECODE, 1, 0, [(1, 3_700), (1, 2_375), (9, 4_700)], [(1, 5_300 + 1_325)], lost=700 + 800),
         seen(Kind.DECODE, 1, 0, [(1, 2_450 + 612)], [(1, 5_300 + 612), (1, 4_400)], lost=700 + 800),
@@ -67,13 +67,13 @@ def one_round() -> Round:
     # Three copies of 20,000, and 2,450 for the last one's work, and 60: the waits are all but 3 times 2,450.
     copying = [seen(Kind.DECODE, 1, 0, [(1, 2_450)] * 3, wait_copy=60_000 + 60 - 2 * 2_450)]
     copying = [replace(s, copy_ns=20_000) for s in copying]
-    # The second step with two prefetches in it, which cost 5,000 each; and a machine that takes 40 longer anyway.
-    late = (40, 40 + 2 * 5_000, 40)
+    # The second step has two prefetches in it and the third one, which cost 5,000 each.
+    late = (0, 2 * 5_000, 5_000)
     prefetching = [
         Seen(s.context, replace(s.times, tail=s.times.tail + ns, busy={"prefetch": (ns // 5_000) * 20_000}), 20_000)
-        for s, ns in zip(halves, late, strict=True)
+        for s, ns in zip(both, late, strict=True)
     ]
-    return Round(alone, drafting, on_cpu, halves, prefetching, copying=copying)
+    return Round(alone, drafting, on_cpu, fifths=both, prefetching=prefetching, copying=copying)
 
 
 def test_figures_are_those_of_the_steps():
@@ -132,6 +132,18 @@ def test_prefetches_that_cost_nothing_or_never_landed():
     assert landing(steps, []) == 0.0
     quicker = [replace(s, times=replace(s.times, tail=100 - i, busy={"prefetch": 10 * i})) for i, s in enumerate(steps)]
     assert landing(steps, quicker) == 0.0
+    slower = [
+        replace(s, times=replace(s.times, tail=100 + 8 * i, busy={"prefetch": 10 * i})) for i, s in enumerate(steps)
+    ]
+    assert landing(steps, slower) == 8.0
+
+
+def test_what_asking_for_prefetches_costs_is_not_the_landings():
+    """Of 60 ns of asking in a step of 150, those beside experts' 40 take the interpreter from nobody."""
+    layers = [LayerTimes(before=60, wall=40, work=[(1, 40)])]
+    before = [Seen(0, StepTimes(Kind.VERIFY, 5, 0, layers), 10)]
+    asked = StepTimes(Kind.VERIFY, 5, 0, layers, tail=50, busy={"prefetch": 10, "asked": 60})
+    assert landing(before, [Seen(0, asked, 10)]) == pytest.approx(50 - 60 * (1 - 40 / 150))
 
 
 def test_growth_that_cannot_be_told_is_called_fixed():
@@ -205,9 +217,8 @@ def test_a_probe_sends_experts_where_its_pattern_says(load_live):
     assert not any(x.work for s in many for x in s.times.layers)
     streamed = subject.observe(Probe("s"), start, brief=True)
     assert all(s.times.busy["demand"] > 0 for s in streamed)
-    slow = Machine("here", "", blank(subject, EmulatedLink(5e6, 0)))  # or all are there before the warm-up is over
-    ahead = subject.observe(Prefetching("gc"), slow, brief=True)
-    assert sum(s.times.busy["prefetch"] for s in ahead) > 0
+    ahead = subject.observe(Prefetching("gc"), start, brief=True)
+    assert all(s.times.busy["prefetch"] > 0 for s in ahead if s.times.kind is not Kind.PREFILL)  # to the end
     homes = [[(len(x.work), len(x.cpu_work)) for s in steps for x in s.times.layers] for steps in (ahead, again)]
     assert homes[0] == homes[1]
 
