@@ -19,6 +19,7 @@ import torch
 
 from ..traces.console import show_size
 from ..traces.errors import InputError
+from . import kernels
 from .pages import roomy
 
 PIN_CHUNK = 256 * 2**20  # bytes page-locked at once
@@ -197,7 +198,7 @@ class Emulated:
         if size > free:
             raise PoolError(pool, size, free)
         with naming(pool, self.place):
-            memory = roomy(size)
+            memory = roomy(size).zero_()  # a device's memory is there; a copy is not to wait for pages
         self._taken += size
         return memory
 
@@ -243,7 +244,7 @@ class Emulated:
         self, target: torch.Tensor, source: torch.Tensor, pins: Pins, after: Stamp | None, begin: int, ns: int
     ) -> Ticket:
         begin = max(begin or perf_counter_ns(), self._busy_until)
-        target.copy_(source)
+        kernels.move(target, source)  # who computes meanwhile keeps his caches, as beside a GPU's copy engine
         self._busy_until = max(begin + ns, perf_counter_ns())
         return Ticket(begin, self._busy_until)
 

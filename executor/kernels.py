@@ -166,6 +166,15 @@ def multiply(product: Product, x: torch.Tensor, out: torch.Tensor, threads: int 
         raise MemoryError(f"the kernels need more memory for {n} rows of {product.columns} numbers")
 
 
+def move(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy bytes [n], contiguous and on the CPU, past its caches; with the kernels not built, as torch copies."""
+    library = chosen().library
+    if library is None:
+        target.copy_(source)
+    else:
+        library.spac_move(target.data_ptr(), source.data_ptr(), target.nbytes)
+
+
 @cache
 def _first_rows(n: int) -> tuple[Any, int]:
     """0 .. n - 1 and their address."""
@@ -259,5 +268,6 @@ def _library() -> tuple[ctypes.CDLL | None, str | None, str]:
         return None, None, f"{found[0].name} cannot be loaded ({error})"
     library.spac_isa_name.restype = ctypes.c_char_p
     library.spac_isa_name.argtypes = [ctypes.c_char_p]
+    library.spac_move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     library.spac_layer.argtypes = library.spac_attention.argtypes = [ctypes.c_void_p]
     return library, str(found[0]), ""

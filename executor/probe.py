@@ -251,9 +251,11 @@ class RigSubject:
         return steady([s.times.wall_ns for s in self.observe(Probe("gc"), machine, brief=True)])
 
     def _steps(self, count: int) -> list[Step]:
-        """Of one row to as many as a step of the replay verifies, in turn: time does not grow evenly with them."""
+        """Of one row to as many as a step of the replay verifies, since time does not grow evenly with them; and every
+        other one of as many as that, as most are."""
         rng, most = np.random.default_rng(0), 1 + (self.rig.draft_length or MANY - 1)
-        return [self._step(rng, rows) for _ in range(count) for rows in range(1, most + 1, max(1, most // 4))]
+        fewer = range(1, most, max(1, most // 4))
+        return [self._step(rng, rows) for _ in range(count) for few in fewer for rows in (few, most)]
 
     def _step(self, rng: np.random.Generator, rows: int) -> Step:
         """Experts come from four times as many as one row needs: most are then wanted by one row or two, as live."""

@@ -229,6 +229,16 @@ def test_one_matrix_many_times_is_the_up_of_a_record(name):
         assert torch.equal(out, expected)
 
 
+@given(st.integers(0, 300), st.integers(0, 70), st.integers(0, 70))
+def test_moved_bytes_are_there_and_those_beside_them_are_not_touched(size, to, at):
+    source = torch.arange(400, dtype=torch.int32).to(torch.uint8)
+    target = torch.full((400,), 255, dtype=torch.uint8)
+    kernels.move(target[to : to + size], source[at : at + size])
+    assert torch.equal(target[to : to + size], source[at : at + size])
+    assert (target[:to] == 255).all()
+    assert (target[to + size :] == 255).all()
+
+
 @compiled
 def test_bfloat16_and_float16_tokens_are_computed_in_float32():
     store = store_of(EXACT["bfloat16"], 96, 64, dtype=torch.bfloat16)
