@@ -1,12 +1,8 @@
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from .pool import coldest as coldest
-from .pool import least as least
-from .pool import price as price
-from .pool import put as put
-from .pool import warmest as warmest
+from .pool import Pool as Pool
 from .split import split as split
 
-def see(layer: int, experts: Sequence[int], *arrays: np.ndarray) -> None: ...
+def see(layer: int, experts: Sequence[int], named: Collection[int], ends_at: int, *arrays: np.ndarray) -> int: ...

@@ -1,6 +1,6 @@
 """One price for everything: what an expert's being on the GPU will save, against what bringing it there costs."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,16 +24,16 @@ from .interface import (
     Where,
 )
 from .parts import even
-from .pool import ABSENT, AWAY, COMING, RESIDENT, RESIDENT_BELOW, WORTH, new_pool
+from .pool import ABSENT, AWAY, COMING, RESIDENT, RESIDENT_BELOW, new_pool
 from .prefill import cheaper_absent
 from .residency import all_keys
 from .reuse import Reuse
-from .split import CPU, FETCH, PLACES, Prices
+from .split import CPU, FETCH, Prices, all_answers
 
 try:
-    from ._marginal import coldest, least, price, put, split, warmest
+    from ._marginal import Pool, split
 except ImportError:  # there was no C compiler: these decide the same, in more time
-    from .pool import coldest, least, price, put, warmest
+    from .pool import Pool
     from .split import split
 
 SURE = 0.5  # how often a gate's forecast is right, until that was seen
@@ -95,9 +95,9 @@ class Marginal(Policy):
     def setup(self, setup: Setup) -> None:
         self._setup, costs, shape = setup, setup.costs, (setup.layers, setup.experts)
         self.reuse = Reuse(*shape)
-        self._keys = all_keys(*shape)
-        self._pool = new_pool(*shape)  # worth is expected uses
-        self._flying: set[Key] = set()  # prefetches on their way when last looked
+        self._pool = Pool(new_pool(*shape), all_keys(*shape))  # worth is expected uses
+        self._answers = all_answers(setup.experts)
+        self._flying: list[set[Key]] = [set() for _ in range(setup.layers)]  # prefetches, at least all on their way
         self._passing: list[Key] = []  # COMING, because they are copied for the running layer
         self._unasked: tuple[Key, ...] = ()  # of the layer before, which may have taken free slots
         self._ahead: dict[int, tuple[int, dict[int, float]]] = {}  # of a layer: how far ahead it was forecast, and what
@@ -130,17 +130,15 @@ class Marginal(Policy):
         self._price(layer, forecast.counts, self._right[distance])
 
     def transfer_dropped(self, key: Key) -> None:
-        self._flying.discard(key)
-        put(self._pool, key, ABSENT)
+        self._flying[key.layer].discard(key)
+        self._pool.put(key, ABSENT)
 
     def layer_ends(self, report: LayerReport) -> None:
         self._layers_ns += report.wall_ns
         self._on_cpu_ns += report.cpu_ns
         for key in self._passing:
-            if (
-                self._pool.item(AWAY, *key) == COMING
-            ):  # if a slot was given for it, without asking, it shows when looked at
-                put(self._pool, key, ABSENT)
+            if self._pool.array.item(AWAY, *key) == COMING:
+                self._pool.put(key, ABSENT)  # if a slot was given for it, without asking, it shows when looked at
         self._passing.clear()
         if report.layer == self._setup.layers - 1:
             self._layer = -1  # nothing on this side needs host memory until the next pass
@@ -158,7 +156,7 @@ class Marginal(Policy):
     def placement(self) -> Iterable[Key]:
         keys = even(self._setup)
         for key in keys:
-            put(self._pool, key, RESIDENT)
+            self._pool.put(key, RESIDENT)
         return keys
 
     def draft_length(self, longest: int) -> int:
@@ -168,61 +166,59 @@ class Marginal(Policy):
         self._layer = layer = demand.layer
         for key in self._unasked:
             if view.resident(key):
-                put(self._pool, key, RESIDENT)
-        self._unasked = demand.keys if view.free(layer) > 0 else ()
-        if layer in self._ahead:
-            self._check_forecast(demand)
+                self._pool.put(key, RESIDENT)
+        room = view.free(layer) > 0
+        self._unasked = demand.keys if room else ()
+        distance, named = self._ahead.pop(layer, (0, None))
         if self._prefill:
+            if named is not None:
+                self._check_forecast(distance, len(named), len(named.keys() & demand.experts))
             return self._read(demand)
         if not self._saved and self._setup.cpu:
             return CPU  # no copy can pay, so there is nothing to know either
-        self.reuse.seen(layer, demand.experts)
+        right = self.reuse.seen(layer, demand.experts, named or ())
+        if named is not None:
+            self._check_forecast(distance, len(named), right)
         self._price(layer)
         if len(demand.held) == len(demand.experts) or not self._setup.cpu:
             return FETCH
-        return self._split(demand, view)
+        return self._split(demand, view, room)
 
     def next_fetch(self, view: View) -> Key | None:
-        if self._flying:
-            self._flying = {key for key in self._flying if view.in_flight(key)}
-        pool, keys = self._pool, self._keys
+        pool = self._pool
         slowing = self._busy * self._slowing / self._saved if self._layer >= 0 else 0.0
-        while best := warmest(pool, keys):
-            key, worth = best
-            if worth <= self._floor(view, key.layer) + slowing:
+        while best := pool.warmest():
+            key, worth, least_worth = best
+            layer = key[0]
+            if worth <= (0.0 if view.free(layer) > 0 else least_worth) + slowing:
                 return None
             if not (view.resident(key) or view.in_flight(key)):
-                self._flying.add(key)
-                put(pool, key, RESIDENT)  # when it lands; until then it is no candidate
+                self._flying[layer].add(key)
+                pool.put(key, RESIDENT)  # when it lands; until then it is no candidate
                 return key
             # It took a free slot, of which policies are not told, or was copied for the running layer.
             if view.resident(key):
-                put(pool, key, RESIDENT)
+                pool.put(key, RESIDENT)
             else:
-                put(pool, key, COMING)
+                pool.put(key, COMING)
                 self._passing.append(key)
         return None
 
     def victim(self, incoming: Key, candidates: Candidates, view: View) -> Key | None:
-        victim = coldest(self._pool, self._keys, candidates, self._pool.item(WORTH, *incoming))
-        if victim is not None:
-            put(self._pool, incoming, RESIDENT)
-        return victim
+        return self._pool.exchange(candidates, incoming)
 
     def surrender(self, layer: int, candidates: Candidates, view: View) -> Key | None:
-        return coldest(self._pool, self._keys, candidates, RESIDENT_BELOW)
+        return self._pool.coldest(candidates, RESIDENT_BELOW)
 
     # Inside
 
     def _price(self, layer: int, named: Collection[int] = (), chance: float = 0.0) -> None:
         """A layer's experts are worth `passes` times their demand, `named` ones `chance` uses more; what was forecast
         before is forgotten."""
-        price(self._pool, layer, self.reuse.demand, self.passes, named, chance)
+        self._pool.price(layer, self.reuse.demand, self.passes, named, chance)
 
-    def _check_forecast(self, demand: Demand) -> None:
-        distance, experts = self._ahead.pop(demand.layer)
-        right = len(experts.keys() & demand.experts) / max(1, len(experts))
-        self._right[distance] += LEARN * (right - self._right[distance])
+    def _check_forecast(self, distance: int, named: int, right: int) -> None:
+        self._right[distance] += LEARN * (right / max(1, named) - self._right[distance])
 
     def _read(self, demand: Demand) -> Answer:
         tokens, costs = len(demand.ids), self._setup.costs
@@ -234,13 +230,11 @@ class Marginal(Policy):
         loads = [n for e, n in zip(demand.experts, demand.loads, strict=True) if e not in demand.held]
         return cheaper_absent(loads, costs)
 
-    def _split(self, demand: Demand, view: View) -> Answer:
-        joins: Collection[int] = ()
-        if self._flying:
-            joins = [k.expert for k in self._flying if k.layer == demand.layer and view.in_flight(k)]
+    def _split(self, demand: Demand, view: View, room: bool) -> Answer:
+        joins: Sequence[int] = ()
+        if flying := self._flying[demand.layer]:
+            flying = self._flying[demand.layer] = {key for key in flying if view.in_flight(key)}
+            joins = [key.expert for key in flying]
         link_ns = len(joins) * self._prices.copy_ns // 2  # half of it is over, on average
-        return split(self._pool, demand, joins, self._floor(view, demand.layer), link_ns, self._prices, PLACES)
-
-    def _floor(self, view: View, layer: int) -> float:
-        """What has to go for one more resident is worth at least this."""
-        return 0.0 if view.free(layer) > 0 else least(self._pool)
+        floor = 0.0 if room else self._pool.least()  # what has to go for one more resident is worth at least this
+        return split(self._pool, demand, joins, floor, link_ns, self._prices, self._answers)

@@ -1,8 +1,4 @@
-"""The pool of all layers' experts in one order: which resident is worth least, which absent one most.
-
-A pool is one array, float32 [5, L, E]. `_marginal` (csrc/pool.c) has the same functions, equal to the last bit, at a
-tenth of the time. Ties go to the first key; `keys` are those of every layer's experts (`all_keys`).
-"""
+"""The pool of all layers' experts in one order: which resident is worth least, which absent one most."""
 
 from collections.abc import Collection, Sequence
 
@@ -15,55 +11,66 @@ from .interface import Candidates, Key
 RESIDENT, COMING, ABSENT = 0.0, 500.0, 1000.0
 RESIDENT_BELOW, ABSENT_ABOVE = 250.0, 750.0
 
-WORTH, AWAY, RANK = range(3)  # what an expert is worth, what is added, and the sum; the other two planes are for C
-
-Keys = Sequence[Sequence[Key]]
+WORTH, AWAY, RANK = range(3)  # what an expert is worth, what is added, and the sum
 
 
 def new_pool(layers: int, experts: int) -> np.ndarray:
-    """All are absent and worth nothing."""
-    pool = np.full((5, layers, experts), ABSENT, np.float32)
-    pool[WORTH] = 0
-    return pool
+    """A pool's array, float32 [3, L, E], in which all are absent and worth nothing."""
+    array = np.full((3, layers, experts), ABSENT, np.float32)
+    array[WORTH] = 0
+    return array
 
 
-def price(
-    pool: np.ndarray, layer: int, demand: np.ndarray, passes: float, named: Collection[int], chance: float
-) -> None:
-    """A layer's experts are worth `passes` times their row of `demand` (float32 [L, E]), `named` ones `chance` more."""
-    worth = pool[WORTH, layer]
-    np.multiply(demand[layer], passes, out=worth)
-    worth[list(named)] += chance
-    np.add(worth, pool[AWAY, layer], out=pool[RANK, layer])
+class Pool:
+    """`array` [3, L, E] and its `keys` [L][E]. Ties go to the first key.
 
+    `_marginal.Pool` (csrc/pool.c) has the same methods, equal to the last bit, at a tenth of the time.
+    """
 
-def put(pool: np.ndarray, key: Key, away: float) -> None:
-    """The expert is RESIDENT, COMING (on its way or out of reach) or ABSENT."""
-    layer, expert = key
-    pool[AWAY, layer, expert] = away
-    pool[RANK, layer, expert] = pool[WORTH, layer, expert] + pool[AWAY, layer, expert]
+    def __init__(self, array: np.ndarray, keys: Sequence[Sequence[Key]]) -> None:
+        self.array, self._keys = array, keys
 
+    def price(self, layer: int, demand: np.ndarray, passes: float, named: Collection[int], chance: float) -> None:
+        """A layer's experts are worth `passes` times their row of `demand` (float32 [L, E]), `named` ones `chance`
+        more."""
+        worth = self.array[WORTH, layer]
+        np.multiply(demand[layer], passes, out=worth)
+        worth[list(named)] += chance
+        np.add(worth, self.array[AWAY, layer], out=self.array[RANK, layer])
 
-def least(pool: np.ndarray) -> float:
-    """What the resident of least worth is worth."""
-    return pool[RANK].item(pool[RANK].argmin())
+    def put(self, key: Key, away: float) -> None:
+        """The expert is RESIDENT, COMING (on its way or out of reach) or ABSENT."""
+        layer, expert = key
+        self.array[AWAY, layer, expert] = away
+        self.array[RANK, layer, expert] = self.array[WORTH, layer, expert] + self.array[AWAY, layer, expert]
 
+    def least(self) -> float:
+        """What the resident of least worth is worth."""
+        rank = self.array[RANK]
+        return rank.item(rank.argmin())
 
-def coldest(pool: np.ndarray, keys: Keys, candidates: Candidates, below: float) -> Key | None:
-    """The candidate that is worth least, if it is worth less than `below`; it is ABSENT then."""
-    rank = pool[RANK].copy()
-    while rank.item(at := int(rank.argmin())) < below:
-        key = keys[at // rank.shape[1]][at % rank.shape[1]]
-        if key in candidates:
-            put(pool, key, ABSENT)
-            return key
-        rank[key] = COMING
-    return None
+    def coldest(self, candidates: Candidates, below: float) -> Key | None:
+        """The candidate that is worth least, if it is worth less than `below`; it is ABSENT then."""
+        rank = self.array[RANK].copy()
+        while rank.item(at := int(rank.argmin())) < below:
+            key = self._keys[at // rank.shape[1]][at % rank.shape[1]]
+            if key in candidates:
+                self.put(key, ABSENT)
+                return key
+            rank[key] = COMING
+        return None
 
+    def exchange(self, candidates: Candidates, incoming: Key) -> Key | None:
+        """The candidate that is worth least, if it is worth less than `incoming`, which is RESIDENT then in its
+        place."""
+        victim = self.coldest(candidates, self.array.item(WORTH, *incoming))
+        if victim is not None:
+            self.put(incoming, RESIDENT)
+        return victim
 
-def warmest(pool: np.ndarray, keys: Keys) -> tuple[Key, float] | None:
-    """The ABSENT expert that is worth most, and its worth; None if there is none."""
-    rank = pool[RANK]
-    layer, expert = divmod(int(rank.argmax()), rank.shape[1])
-    greatest = rank.item(layer, expert)
-    return (keys[layer][expert], greatest - ABSENT) if greatest > ABSENT_ABOVE else None
+    def warmest(self) -> tuple[Key, float, float] | None:
+        """The ABSENT expert that is worth most, its worth, and that of the `least` resident; None if none is absent."""
+        rank = self.array[RANK]
+        layer, expert = divmod(int(rank.argmax()), rank.shape[1])
+        greatest = rank.item(layer, expert)
+        return (self._keys[layer][expert], greatest - ABSENT, self.least()) if greatest > ABSENT_ABOVE else None

@@ -1,14 +1,13 @@
 """Who computes a layer's misses: as many are copied as makes the layer's time less what being kept will save least."""
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
-
 from .interface import Demand, Where
-from .pool import WORTH
+from .pool import WORTH, Pool
 
-GPU, FETCH, CPU = PLACES = Where.GPU, Where.FETCH, Where.CPU  # looking up a member costs ten times a name
+GPU, FETCH, CPU = Where.GPU, Where.FETCH, Where.CPU  # looking up a member costs ten times a name
 
 Missing = tuple[float, int, float, int, int]  # see `most_worth_copying`
 
@@ -23,6 +22,15 @@ class Prices(NamedTuple):
     copy_ns: int
     cpu_more_ns: int
     host_ns: int
+
+
+Answers = tuple[tuple[tuple[int, Where], ...], ...]
+
+
+@lru_cache(maxsize=8)
+def all_answers(experts: int) -> Answers:
+    """What may be said of each expert: (it, GPU), (it, FETCH) and (it, CPU). Made once, for answers have many."""
+    return tuple(tuple((expert, where) for expert in range(experts)) for where in (GPU, FETCH, CPU))
 
 
 def most_worth_copying(missing: Sequence[Missing], gpu_ns: int, link_ns: int, prices: Prices) -> int:
@@ -49,32 +57,32 @@ def most_worth_copying(missing: Sequence[Missing], gpu_ns: int, link_ns: int, pr
 
 
 def split(
-    pool: np.ndarray,
+    pool: Pool,
     demand: Demand,
     joins: Collection[int],
     floor: float,
     link_ns: int,
     prices: Prices,
-    places: tuple[Where, Where, Where],
+    answers: Answers,
 ) -> list[tuple[int, Where]]:
     """Where each needed expert goes, in order.
 
     joins: experts of this layer on their way here, for which the link is busy for another `link_ns`. floor: the worth
-    of what has to go for a copied one. places: `PLACES`, which the twin in C, `_marginal.split`, has to be told.
+    of what has to go for a copied one. answers: `all_answers`.
     """
-    gpu, fetch, cpu = places
-    worth = pool[WORTH, demand.layer]
+    gpu, fetch, cpu = answers
+    worth = pool.array[WORTH, demand.layer]
     answer: list[tuple[int, Where]] = []
     missing: list[Missing] = []
     gpu_ns = 0
     for expert, load in zip(demand.experts, demand.loads, strict=True):
         if expert in demand.held or expert in joins:
-            answer.append((expert, gpu if expert in demand.held else fetch))
+            answer.append((gpu if expert in demand.held else fetch)[expert])
             gpu_ns += prices.on_gpu[load]
         else:
             gain, ns = max(0.0, worth.item(expert) - floor) * prices.use_ns, prices.on_cpu[load]
             missing.append((-gain - ns, expert, gain, ns, prices.on_gpu[load]))
     missing.sort()
     copied = most_worth_copying(missing, gpu_ns, link_ns, prices)
-    answer += [(m[1], fetch if i < copied else cpu) for i, m in enumerate(missing)]
+    answer += [(fetch if i < copied else cpu)[m[1]] for i, m in enumerate(missing)]
     return answer

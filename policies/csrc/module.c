@@ -1,24 +1,33 @@
 #include "marginal.h"
 
-int add(PyObject *named, float amount, float *to, Size experts) {
-    PyObject *all = PySequence_Fast(named, "experts come as a sequence or as the keys of a dict");
-    Size i = 0, count = all ? PySequence_Fast_GET_SIZE(all) : -1;
-    for (; i < count; i++) {
-        Size expert = PyLong_AsSsize_t(PySequence_Fast_GET_ITEM(all, i));
-        if (expert < 0 || expert >= experts) break;
-        to[expert] += amount;
+Size *to_experts(PyObject *named, Size experts, Size *count) {
+    const int dict = PyDict_Check(named), known = dict || PyTuple_Check(named) || PyList_Check(named);
+    const Size most = known ? PyObject_Size(named) : 0;
+    Size *found = known ? PyMem_New(Size, most + 1) : NULL, at = 0;
+    PyObject *name = NULL;
+    if (!known) PyErr_SetString(PyExc_TypeError, "experts come as a tuple, a list or the keys of a dict");
+    if (known && !found) PyErr_NoMemory();
+    for (*count = 0; found && *count < most; ++*count) {
+        if (!dict) name = PySequence_Fast_GET_ITEM(named, *count);
+        if (dict && !PyDict_Next(named, &at, &name, NULL)) break;
+        found[*count] = PyLong_AsSsize_t(name);
+        if (found[*count] >= 0 && found[*count] < experts) continue;
+        PyMem_Free(found);
+        found = NULL;
     }
-    Py_XDECREF(all);
-    return i == count;
+    return found;
 }
 
 static PyMethodDef methods[] = {
-    {"see", see, METH_VARARGS, NULL},         {"price", price, METH_VARARGS, NULL},
-    {"put", put, METH_VARARGS, NULL},         {"least", least, METH_O, NULL},
-    {"coldest", coldest, METH_VARARGS, NULL}, {"warmest", warmest, METH_VARARGS, NULL},
-    {"split", split, METH_VARARGS, NULL},     {NULL, NULL, 0, NULL},
+    {"see", see, METH_VARARGS, NULL},
+    {"split", split, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_marginal", NULL, -1, methods, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__marginal(void) { return PyModule_Create(&definition); }
+PyMODINIT_FUNC PyInit__marginal(void) {
+    PyObject *module = PyModule_Create(&definition);
+    if (module && PyModule_AddType(module, &PoolType)) Py_CLEAR(module);
+    return module;
+}

@@ -14,7 +14,7 @@ from twins import built
 
 from moe_spac.policies import marginal, pool, reuse, split
 from moe_spac.policies.interface import Costs, Demand, Forecast, Key, LayerReport, StepInfo
-from moe_spac.policies.marginal import Marginal, put, saved_by_a_hit, slowing_of_cpu
+from moe_spac.policies.marginal import Marginal, saved_by_a_hit, slowing_of_cpu
 from moe_spac.policies.pool import ABSENT, AWAY, RESIDENT
 from moe_spac.traces.schema import Kind
 
@@ -108,7 +108,7 @@ def nothing_to_ask_for():
     assert policy.next_fetch(All(held, room=1)) == Key(0, 3)
     view = All(held, coming=Key(0, 3))
     assert policy.next_fetch(view) is None
-    put(policy._pool, Key(0, 3), ABSENT)  # as if its copy were the running layer's
+    policy._pool.put(Key(0, 3), ABSENT)  # as if its copy were the running layer's
     policy.reuse.demand[0] = 0.5
     policy._price(0)
     assert policy.next_fetch(view) is None
@@ -193,7 +193,7 @@ def test_slots_that_come_back_are_used():
     host.play(slots={5: (5,), 12: (8,)})
     host.driver.cache.check()
     assert len(host.driver.cache.resident) == 8
-    resident = {Key(*map(int, k)) for k in np.argwhere(policy._pool[AWAY] == RESIDENT)}
+    resident = {Key(*map(int, k)) for k in np.argwhere(policy._pool.array[AWAY] == RESIDENT)}
     assert resident <= set(host.driver.cache.resident) | set(host.driver.cache.staged)
 
 
@@ -244,9 +244,8 @@ def test_it_decides_the_same_without_the_compiled_part(seed):
         with ExitStack() as stack:
             if not compiled:
                 stack.enter_context(mock.patch.object(reuse, "compiled", None))
-                for name in ("coldest", "least", "price", "put", "split", "warmest"):
-                    twin = getattr(split if name == "split" else pool, name)
-                    stack.enter_context(mock.patch.object(marginal, name, twin))
+                stack.enter_context(mock.patch.object(marginal, "Pool", pool.Pool))
+                stack.enter_context(mock.patch.object(marginal, "split", split.split))
             rng, policy = np.random.default_rng(seed), Marginal()
             routing = random_routing(rng, 12, 3, 12, 3)
             host = Host(policy, make_setup(policy, 3, 12, 4, top_k=3), routing, rng)
@@ -263,4 +262,4 @@ def test_copies_of_a_running_policy_go_on_alike():
         for i in range(12):
             one.reuse.seen(i % 2, [i % 3, 3 + i % 5])
             one._price(i % 2)
-    assert copies[0]._pool.tobytes() == copies[1]._pool.tobytes() == copies[2]._pool.tobytes()
+    assert copies[0]._pool.array.tobytes() == copies[1]._pool.array.tobytes() == copies[2]._pool.array.tobytes()

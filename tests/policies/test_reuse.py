@@ -100,11 +100,16 @@ def test_compiled_and_numpy_are_equal_to_the_last_bit(seed):
         tokens = int(rng.integers(2, 9)) if rng.random() < 0.1 else 0
         for layer in range(layers):
             needed = np.sort(rng.permutation(experts)[: rng.integers(1, experts + 1)]).tolist()
+            named, right = dict.fromkeys(rng.permutation(experts)[: rng.integers(experts)].tolist(), 1.0), []
             for reuse, way in ((one, compiled), (other, None)):
                 with mock.patch.object(module, "compiled", way):
-                    reuse.read(layer, needed, [0.5] * len(needed), tokens) if tokens else reuse.seen(layer, needed)
+                    if tokens:
+                        reuse.read(layer, needed, [0.5] * len(needed), tokens)
+                    else:
+                        right.append(reuse.seen(layer, needed, named))
+            assert right in ([], [len(named.keys() & needed)] * 2)
             assert one.demand.tobytes() == other.demand.tobytes()
-    assert one.features.tobytes() == other.features.tobytes()
+    assert one._state.tobytes() == other._state.tobytes()
     assert one.weights.tobytes() == other.weights.tobytes()
 
 
@@ -112,7 +117,7 @@ def test_compiled_and_numpy_are_equal_to_the_last_bit(seed):
 def test_what_is_not_there_is_refused():
     reuse = Reuse(2, 4)
     before = reuse.features.copy()
-    for layer, needed in ((2, [0]), (-1, [0]), (0, [4]), (0, [-1])):
-        with pytest.raises(IndexError, match="no such layer or expert"):
-            reuse.seen(layer, needed)
+    for layer, needed, named in ((2, [0], ()), (-1, [0], ()), (0, [4], ()), (0, [-1], ()), (0, [0], {4: 1.0})):
+        with pytest.raises(IndexError):
+            reuse.seen(layer, needed, named)
     assert (reuse.features == before).all()

@@ -6,14 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from twins import built, compiled
 
+from moe_spac.policies import pool as by_numpy
 from moe_spac.policies import split as by_python
 from moe_spac.policies.demand import PerLoad
 from moe_spac.policies.interface import Demand, Where
-from moe_spac.policies.pool import WORTH, new_pool
-from moe_spac.policies.split import PLACES, Prices, most_worth_copying
+from moe_spac.policies.pool import WORTH, Pool, new_pool
+from moe_spac.policies.residency import all_keys
+from moe_spac.policies.split import Prices, all_answers, most_worth_copying
 
 NO_TIMES = {}  # what `most_worth_copying` does not look at
 # A copy takes 100; the CPU 25 for its first and to join; host memory gives an expert in 25 ns.
+KEYS, ANSWERS = all_keys(2, 9), all_answers(9)
 BY_HAND = Prices(1.0, NO_TIMES, NO_TIMES, 100, 25, 25)
 
 
@@ -50,7 +53,7 @@ def test_no_other_number_of_copies_is_better(each, gpu, link, host):
 
 
 def random_call(seed):
-    """A pool of 2 layers and 9 experts with a few worths, what a layer needs of it, and prices."""
+    """A pool's array of 2 layers and 9 experts with a few worths, what a layer needs of it, and prices."""
     rng = np.random.default_rng(seed)
     pool = new_pool(2, 9)
     pool[WORTH] = rng.integers(0, 4, (2, 9)) / 3
@@ -68,7 +71,7 @@ def random_call(seed):
 @given(st.integers(0, 2**32 - 1))
 def test_everyone_goes_somewhere_and_what_is_copied_is_worth_most(seed):
     pool, demand, joins, floor, link_ns, prices = random_call(seed)
-    answer = by_python.split(pool, demand, joins, floor, link_ns, prices, PLACES)
+    answer = by_python.split(Pool(pool, KEYS), demand, joins, floor, link_ns, prices, ANSWERS)
     where = dict(answer)
     assert len(answer) == len(where)
     assert where.keys() == set(demand.experts)
@@ -87,15 +90,17 @@ def test_everyone_goes_somewhere_and_what_is_copied_is_worth_most(seed):
 @built
 @given(st.integers(0, 2**32 - 1))
 def test_both_ways_are_equal(seed):
-    call = random_call(seed)
-    assert compiled.split(*call, PLACES) == by_python.split(*call, PLACES)
+    pool, *call = random_call(seed)
+    by_c, python = (way.Pool(pool, KEYS) for way in (compiled, by_numpy))
+    assert compiled.split(by_c, *call, ANSWERS) == by_python.split(python, *call, ANSWERS)
 
 
 @built
 def test_what_is_not_there_is_refused():
-    pool, demand, joins, floor, link_ns, prices = random_call(1)
+    array, demand, joins, floor, link_ns, prices = random_call(1)
+    pool = compiled.Pool(array, KEYS)
     for wrong in (demand._replace(layer=2), demand._replace(experts=(9,), loads=(1,)), demand._replace(loads=())):
         with pytest.raises(IndexError, match="no such layer or expert"):
-            compiled.split(pool, wrong, joins, floor, link_ns, prices, PLACES)
+            compiled.split(pool, wrong, joins, floor, link_ns, prices, ANSWERS)
     with pytest.raises(TypeError):
-        compiled.split(pool, demand, joins, floor, link_ns, prices._replace(on_gpu=None), PLACES)
+        compiled.split(pool, demand, joins, floor, link_ns, prices._replace(on_gpu=None), ANSWERS)
