@@ -118,6 +118,7 @@ PLAIN = {
     "gpu.launch": ("dense_fixed", "a layer without its experts, beside what grows"),
     "gpu.first_expert": ("gpu_call", "computing experts together, beside what grows with them"),
     "gpu.expert_fixed": ("gpu_fixed", "an expert on the fast device, beside what grows with its tokens"),
+    "gpu.after_draft": ("after_draft", "what a layer, or the first expert, takes longer after drafting: cold caches"),
     "gpu.step_fixed": ("step", "embedding, head and loop of a step"),
     "policy.layer": ("policy", "driver with a policy that decides nothing"),
     "link.landing": ("landing", "a prefetch that lands: what it costs all who compute beside it"),

@@ -17,7 +17,7 @@ Price = Callable[[int], float]  # ns of an expert with so many tokens
 class Figures:
     """ns, but for `overlap`. dense: of a layer without its experts, by tokens and by tokens of context. Experts: of a
     call, an expert and a token, on either tier alone. beside: what a layer on both takes longer. overlap: share of
-    the time in which both tiers compute that each loses.
+    the time in which both tiers compute that each loses. after_draft: what a layer takes longer after drafting.
     """
 
     dense_fixed: float
@@ -37,6 +37,7 @@ class Figures:
     arrival: float
     landing: float
     draft: float
+    after_draft: float
 
     def scaled(self, factor: float) -> "Figures":
         """The same on a machine that takes `factor` times as long for everything."""
@@ -87,12 +88,14 @@ def fit(rounds: Sequence[Round]) -> Fitted:
 def figures(seen: Round) -> Figures:
     """What a layer, an expert, a wait and a drafted token took in these steps.
 
-    Plain decoding finds warm caches and a draft leaves cold ones: how much longer a step takes after it is the draft's.
+    Plain decoding finds warm caches and a draft leaves cold ones: what that costs a layer is `after_draft`, the time of
+    a call of its experts included, and what it costs a step's ends is the draft's.
     """
     warm = plane([(s.times.tokens, s.context + s.times.tokens, _before(s)) for s in seen.alone])
     call, *gpu = calls([(len(x.work), sum(n for n, _ in x.work), x.expert) for x in layers(seen.alone)])
     step, price, cold = max(0.0, typical(map(_ends, seen.alone))), priced(gpu), verifying(seen.drafting)
     dense, cold_call, cold_step = _after_drafting(cold, warm, (call, price), step)
+    after = dense[0] - warm[0] + cold_call - call
     on_cpu = [x.cpu_work for x in layers([*seen.on_cpu, *seen.layered]) if x.cpu_work]
     _, *cpu = calls([(len(work), sum(n for n, _ in work), sum(ns for _, ns in work)) for work in on_cpu])
     used = [one for group in (seen.on_cpu, seen.halves, seen.fifths, seen.layered) for one in verifying(group)]
@@ -100,9 +103,6 @@ def figures(seen: Round) -> Figures:
     overlap = sharing(layers([*verifying(seen.halves), *verifying(seen.fifths)]), gpu_alone, cpu_alone)
     first, hybrid, beside = contention([slowed([s], dense) for s in used], gpu_alone, cpu_alone, overlap)
     drafted = [s.times for s in [*cold, *used] if s.times.draft and s.times.tokens > 1]
-    later = (
-        cold_step - step + max((len(s.layers) for s in drafted), default=0) * (dense[0] - warm[0] + cold_call - call)
-    )
     return Figures(
         *warm,
         step=step,
@@ -118,7 +118,8 @@ def figures(seen: Round) -> Figures:
         overlap=overlap,
         arrival=arrival(verifying(seen.copying), dense, (cold_call, price)),
         landing=landing(seen.fifths, seen.prefetching),
-        draft=typical((s.draft + later) / (s.tokens - 1) for s in drafted),
+        draft=typical((s.draft + cold_step - step) / (s.tokens - 1) for s in drafted),
+        after_draft=after,
     )
 
 

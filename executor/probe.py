@@ -131,13 +131,11 @@ class Prefetching(Probe):
         self._begun = self._begun or step.kind is not Kind.PREFILL
 
     def next_fetch(self, view: View) -> Key | None:
-        if not (self._begun and self._next):
-            return None
-        self._next.rotate(-1)
-        key = self._next[-1]
-        if view.resident(key) or view.in_flight(key):
-            return None
-        return key
+        for _ in range(len(self._next) if self._begun else 0):
+            self._next.rotate(-1)
+            if not (view.resident(self._next[-1]) or view.in_flight(self._next[-1])):
+                return self._next[-1]
+        return None
 
     def victim(self, incoming: Key, candidates: Candidates, view: View) -> Key | None:
         there = self._there[incoming.layer]
@@ -248,7 +246,8 @@ class RigSubject:
         return _warm([Seen(0, s) for s in replay(self.rig, trace, probe, settings).times])
 
     def yardstick(self, machine: Machine) -> int:
-        return steady([s.times.wall_ns for s in self.observe(Probe("gc"), machine, brief=True)])
+        seen = self.observe(Probe("gc"), machine, brief=True)
+        return steady([s.times.wall_ns - s.times.draft for s in seen])  # a pause takes as long on any machine
 
     def _steps(self, count: int) -> list[Step]:
         """Of one row to as many as a step of the replay verifies, since time does not grow evenly with them; and every
@@ -262,9 +261,9 @@ class RigSubject:
         layers, k = len(self.shape.moe_layers), self.shape.top_k
         pools = [rng.choice(self.slots, min(self.slots, 4 * k), replace=False) for _ in range(layers)]
         experts = np.array([[rng.choice(pool, k, replace=False) for pool in pools] for _ in range(rows)])
-        zeros = np.zeros(rows, np.int32)
-        kind = Kind.DECODE if rows == 1 else Kind.PREFILL
-        return Step(0, 0, kind, np.arange(rows, dtype=np.int32), zeros, zeros.astype(bool), 0, experts)
+        at = np.arange(rows, dtype=np.int32)
+        kind = Kind.DECODE if rows == 1 else Kind.VERIFY
+        return Step(0, 0, kind, at, np.zeros(rows, np.int32), at > 0, 0, experts)
 
 
 def _warm(seen: Sequence[Seen]) -> list[Seen]:

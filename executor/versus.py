@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from ..policies.driver import Counters, Driver
 from ..policies.load import load_policy
 from ..simulator.engine import Engine
-from ..simulator.machine import Machine, Rates, rates_for
+from ..simulator.machine import Machine, Quantity, Rates, rates_for
 from ..simulator.run import simulate
 from ..traces.errors import InputError
 from ..traces.prompts import Prompt
@@ -39,6 +39,7 @@ from .times import StepTimes, decision_ns
 HITS_POINTS = 1.0  # how far hit rates may be apart
 TPOT_ERROR = 0.10
 TOKENS = 80  # of a measurement of the calibration: twice an ordinary one's, so that it is as long as a run
+PAUSE_NS = 2.5e6  # that stands for drafting a token where nothing drafts
 APART = 0.10  # policies that differ by more must come in the same order
 
 
@@ -99,16 +100,16 @@ class Row:
 
 
 class Stage(Protocol):
-    """What runs: `live` on this machine, `trace` what it routes, for the policy that asks gates ahead or not.
-
-    pauses: nothing drafts, and a pause as long as the profile says that policies hear stands for it.
-    """
+    """What runs: `live` on this machine, `trace` what it routes, for the policy that asks gates ahead or not."""
 
     name: str
-    pauses: bool
 
     @property
     def subject(self) -> Subject: ...
+    def drafting(self, machine: Machine) -> Machine:
+        """The machine with what drafting takes here, if no calibration says so."""
+        ...
+
     def live(self, cell: Cell, machine: Machine) -> Sample: ...
     def virtual(self, cell: Cell, machine: Machine) -> Counters: ...
     def trace(self, cell: Cell) -> Steps: ...
@@ -123,12 +124,14 @@ class PairStage:
     options: Options
     folder: Path
     name: str = "embedded pair"
-    pauses: bool = False
     tokens: int = TOKENS
 
     @property
     def subject(self) -> Subject:
         return PairSubject(self.models, self.tokens)
+
+    def drafting(self, machine: Machine) -> Machine:
+        return machine
 
     def live(self, cell: Cell, machine: Machine) -> Sample:
         result = run(self.models, load_policy(cell.policy), self.prompts, self._settings(cell, machine))
@@ -160,11 +163,20 @@ class RigStage:
     steps: Steps
     limit: int
     name: str
-    pauses: bool = True
 
     @property
     def subject(self) -> Subject:
         return RigSubject(self.rig, 4 * self.rig.shape.top_k)
+
+    def drafting(self, machine: Machine) -> Machine:
+        """A pause of PAUSE_NS a token, of which the profile's launches are a part."""
+
+        def made(ns: float) -> Machine:
+            entry = Quantity(ns, "assumed", "a pause stands for drafting")
+            return replace(machine, quantities={**machine.quantities, "gpu.draft_fixed": entry})
+
+        launches = rates_for(made(0.0), self.rig.shape, self.rig.draft_shape).draft_token_ns
+        return made(max(0.0, PAUSE_NS - launches))
 
     def live(self, cell: Cell, machine: Machine) -> Sample:
         total = cell.slots * len(self.rig.shape.moe_layers)
@@ -188,17 +200,13 @@ def live_sample(times: Sequence[StepTimes], tokens: int, count: Counters, read_n
 
 
 def simulated_sample(
-    trace: Steps, policy: str, told: Machine, slots: int, charged: Machine | None = None, pauses: bool = False
+    trace: Steps, policy: str, told: Machine, slots: int, charged: Machine | None = None
 ) -> tuple[Sample, Counters]:
     """The same of a simulation; InputError if the policy fails. `slots` is a total.
 
-    told: whose costs the policy hears, as it does live. charged: what time is spent by, if that was measured anew;
-    with `pauses` all but the draft's.
+    told: whose costs the policy hears, as it does live. charged: what time is spent by, if that was measured anew.
     """
-    shapes = trace.header.target, trace.header.draft
-    rates = rates_for(charged or told, *shapes)
-    if pauses:
-        rates = replace(rates, draft_token_ns=rates_for(told, *shapes).draft_token_ns)
+    rates = rates_for(charged or told, trace.header.target, trace.header.draft)
 
     def engine(driver: Driver, _: Rates, *more: Any, **options: Any) -> Engine:
         return Engine(driver, rates, *more, **options)
@@ -234,7 +242,7 @@ def contest(
     rows = [Row(cell) for cell in cells]
     subject = stage.subject
     fastest = max((cell.link for cell in cells), key=lambda link: link.bandwidth)  # where copies disturb most
-    start = Machine("this-machine", "", blank(subject, fastest))
+    start = stage.drafting(Machine("this-machine", "", blank(subject, fastest)))
     pace = Pace(lambda: subject.yardstick(start), tries)
     rounds: list[Round] = []
 
@@ -243,7 +251,7 @@ def contest(
         rounds.append(observe_round(subject, start, pace))
 
     measure()
-    first = profile(start, subject, fit(rounds).scaled(pace.yard / YARD_NS))
+    first = stage.drafting(profile(start, subject, fit(rounds).scaled(pace.yard / YARD_NS)))
     for number in range(repetitions):
         for i in range(len(rows)):  # every repetition begins with another cell
             row = rows[(i + number * len(rows) // repetitions) % len(rows)]
@@ -275,8 +283,9 @@ def _predict(stage: Stage, row: Row, first: Machine, near: Sequence[Machine]) ->
     for i, machine in enumerate(near):
         others = [ns for j, ns in enumerate(deciding) if j != i] or deciding
         decide = median(others) * row.yards[i]
-        charged = with_policy_time(linked(machine, cell.link), decide, "median of the other repetitions")
-        sample, _ = simulated_sample(stage.trace(cell), cell.policy, told, total, charged, stage.pauses)
+        spent = stage.drafting(linked(machine, cell.link))
+        charged = with_policy_time(spent, decide, "median of the other repetitions")
+        sample, _ = simulated_sample(stage.trace(cell), cell.policy, told, total, charged)
         row.simulated.append(sample)
     _, same = simulated_sample(stage.trace(cell), cell.policy, told, total)
     row.exact = same == count

@@ -138,9 +138,8 @@ def _splits(rows: Sequence[Row]) -> str:
     """Where the time went, by cause: means over a policy's rows."""
     lines = [
         "\nms of an output token by cause, live / simulated, means over the rows of a policy. Live, what something "
-        "leaves behind is seen in what comes next; simulated, it is charged where it comes from: cold caches after "
-        "drafting to `draft`, waking up to `wait_copy` and `hybrid`, asking for prefetches and their landing to "
-        "`policy`.\n"
+        "leaves behind is seen in what comes next; simulated, it is charged where it comes from: waking up to "
+        "`wait_copy` and `hybrid`, asking for prefetches and their landing to `policy`.\n"
     ]
     lines += ["| policy | " + " | ".join(NAMES) + " |", "| --- |" + " ---: |" * len(NAMES)]
     for policy in dict.fromkeys(row.cell.policy for row in rows):

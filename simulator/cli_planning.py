@@ -21,7 +21,12 @@ def planning(
         str | None, typer.Option(metavar="F", help="Slots as a share of all experts. Default 0.17.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to replay.")] = 12,
-    repeats: Annotated[int, typer.Option(min=1, help="Replays of each policy; the cheapest counts.")] = 2,
+    repeats: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Replays of each policy, of which the cheapest is shown. Default 10; without --policy 2."
+        ),
+    ] = None,
     json: AsJson = False,
 ) -> int:
     """Measure the CPU time that policies take to decide, on this machine, beside what the simulator charges."""
@@ -33,6 +38,7 @@ def planning(
     from .planning import SHAPE, planning_trace
     from .planning import planning as measure
 
+    repeats = repeats or (10 if policy else 2)
     specs = list(dict.fromkeys(policy or sorted(policy_names())))
     for spec in specs:
         load_policy(spec)
@@ -47,10 +53,10 @@ def planning(
     about = f"{trace or SHAPE}; {steps} steps, {sizes[0]} slots in all, planning for {profile.name}"
     if json:
         rows = [{"policy": f.policy, "us_per_layer": f.total, "by_call": f.us, "error": f.error} for f in found]
-        show_json({"about": about, "charged_us_per_layer": charged, "policies": rows})
+        show_json({"about": about, "least_of_replays": repeats, "charged_us_per_layer": charged, "policies": rows})
     else:
         show_table("us of CPU time a layer, in Python on this machine", [_row(f) for f in found])
-        say(f"{about}; the cheapest of {repeats} replays. Other work on this machine makes them dearer.")
+        say(f"{about}; the least of {repeats} replays each. Other work on this machine makes them dearer.")
         say(f"the simulator charges {charged:g} us a layer for every policy (policy.layer of {profile.name})")
         for f in found:
             if f.error:

@@ -40,6 +40,7 @@ UNITS: dict[str, dict[str, float]] = {
     "gpu.launch": TIME,
     "gpu.kernels_per_layer": COUNT,
     "gpu.first_expert": TIME,
+    "gpu.after_draft": TIME,
     "gpu.expert_fixed": TIME,
     "gpu.step_fixed": TIME,
     "gpu.draft_fixed": TIME,
@@ -71,6 +72,7 @@ DEFAULTS: dict[str, tuple[float, str]] = {
     "gpu.dense_compute": (0.0, "default: as gpu.compute"),
     "gpu.context_bandwidth": (0.0, "default: as gpu.bandwidth"),
     "gpu.first_expert": (0.0, "default: experts that are computed together cost no more than their sum"),
+    "gpu.after_draft": (0.0, "default: drafting leaves nothing behind that slows the layers after it"),
     "link.arrival": (0.0, "default: whoever waits for a copy goes on when it has landed"),
     "link.landing": (0.0, "default: who launches the work is not held up by prefetches that land meanwhile"),
     "link.chunk": (2e6, "default: an expert is copied in pieces of about this size, and demand may go between them"),
@@ -204,10 +206,11 @@ class Rates:
     host (0: as the other way) and `both_ways` is the share of its speed that a copy to the device keeps meanwhile. The
     first `pinned_experts`, in order of (layer, expert), lie in pinned memory (-1: all); the others are copied at the
     pageable prices, and nothing is launched until they have landed. `costs` has the price of pinned ones, if any.
-    Experts that are there together are computed together, for `call_ns` more; what lands later is another call. A wait
-    for a copy ends `arrival_ns` after it landed; a prefetch that lands holds up the fast device by `landing_ns`. A
-    layer on both tiers takes `beside_ns` longer. While both compute, each is slower by `overlap` of the time that its
-    work takes alone: where they are threads on the same cores, or both read host memory.
+    Experts that are there together are computed together, for `call_ns` more; what lands later is another call. In a
+    step that verifies what a draft model proposed, a layer takes `after_draft_ns` longer before its experts. A wait for
+    a copy ends `arrival_ns` after it landed; a prefetch that lands holds up the fast device by `landing_ns`. A layer on
+    both tiers takes `beside_ns` longer. While both compute, each is slower by `overlap` of the time that its work takes
+    alone: where they are threads on the same cores, or both read host memory.
     """
 
     costs: Costs
@@ -226,6 +229,7 @@ class Rates:
     pageable_fixed_ns: int = 0
     pageable_bytes_ns: int = 0
     call_ns: int = 0
+    after_draft_ns: int = 0
     arrival_ns: int = 0
     landing_ns: int = 0
     beside_ns: int = 0
@@ -281,6 +285,7 @@ def rates_for(machine: Machine, shape: ModelShape, draft: DraftShape | None = No
         pageable_fixed_ns=pageable[0],
         pageable_bytes_ns=pageable[1],
         call_ns=round(m["gpu.first_expert"]),
+        after_draft_ns=round(m["gpu.after_draft"]),
         arrival_ns=round(m["link.arrival"]),
         landing_ns=round(m["link.landing"]),
         beside_ns=round(m["cpu.beside"]),

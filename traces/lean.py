@@ -282,6 +282,7 @@ class LeanModel:
                 for layer in inner.layers
             ]
             self._buffers: dict[int, Buffers] = {}
+            self._keys = self._values = self._embedding.new_empty(len(self._layers), 0, self._kv_heads, self._width)
             self._grow(CAPACITY)
 
     @torch.inference_mode()
@@ -316,15 +317,17 @@ class LeanModel:
     def _grow(self, capacity: int) -> None:
         """Make room for `capacity` tokens: keys and values [layers, capacity, kv heads, width], and their angles."""
         like = self._embedding
-        old = (self._keys, self._values) if self.length else ()
-        self._keys, self._values = (
-            like.new_empty(len(self._layers), capacity, self._kv_heads, self._width) for _ in range(2)
-        )
-        for new, before in zip((self._keys, self._values), old, strict=False):
-            new[:, : self.length] = before[:, : self.length]
+        # One after the other, so that only one of them is there twice.
+        self._keys = self._larger(self._keys, capacity)
+        self._values = self._larger(self._values, capacity)
         cos, sin = self._rotary(like, torch.arange(capacity, device=like.device)[None])
         sin[..., : self._width // 2].neg_()  # a half turn of (a, b) is (-b, a)
         self._cos, self._sin = cos[0][:, None], sin[0][:, None]
+
+    def _larger(self, cache: torch.Tensor, capacity: int) -> torch.Tensor:
+        made = cache.new_empty(len(self._layers), capacity, self._kv_heads, self._width)
+        made[:, : self.length] = cache[:, : self.length]
+        return made
 
     def _place(self, begin: int, end: int) -> Place:
         n = end - begin

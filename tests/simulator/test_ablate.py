@@ -157,8 +157,9 @@ def test_planning_beside_what_is_charged(tmp_path):
     trace = str(write(plain(6), tmp_path / "t.spac"))
     words = ("planning", trace, "--policy", "moe-spac", "--policy", "static", "--slots", "3", "--steps", "4")
     found = json.loads(sim(*words, "--json").stdout)
-    assert found["charged_us_per_layer"] == 30
+    assert (found["charged_us_per_layer"], found["least_of_replays"]) == (30, 10)
     assert [p["policy"] for p in found["policies"]] == ["moe-spac", "static"]
     assert all(p["us_per_layer"] > 0 for p in found["policies"])
-    shown = sim(*words).stdout
+    shown = sim(*words, "--repeats", "3").stdout
+    assert "the least of 3 replays" in shown
     assert "the simulator charges 30 us a layer" in shown

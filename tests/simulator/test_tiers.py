@@ -1,7 +1,7 @@
 """Tiers that get in each other's way, and waits that end later than the copy."""
 
 import pytest
-from hand import decode, rates, setup
+from hand import decode, rates, setup, step
 
 from moe_spac.policies.driver import Driver
 from moe_spac.policies.interface import Key, Policy, Where
@@ -94,6 +94,19 @@ def test_a_prefetch_that_lands_holds_up_the_next_layer(exact):
         replay_step(engine, index, one)
     assert [s.wall_ns for s in engine.steps] == [130, 30, 30, 30, 37]
     assert engine.steps[4].gpu == {"policy": 7, "expert": 30}
+
+
+@pytest.mark.parametrize(("draft_ns", "late"), [(50, 4), (0, 0)])
+def test_a_layer_takes_longer_in_a_step_that_a_draft_model_came_before(draft_ns, late):
+    """Looking tokens up takes no time and leaves nothing behind; nor does a step without a draft."""
+    engine = Engine(
+        Driver(PrefetchesOne(), setup(2, 8, [8, 8])),
+        rates(gpu=30, dense=10, draft_token_ns=draft_ns, after_draft_ns=4),
+        dense_only_layers=1,
+    )
+    for index, one in enumerate([step([[[0], [0]]] * 2, drafted=1), step([[[0], [0]]], 2)]):
+        replay_step(engine, index, one)
+    assert [s.gpu["dense"] for s in engine.steps] == [3 * (10 + late), 3 * 10]
 
 
 @pytest.mark.parametrize("exact", [False, True])
