@@ -121,7 +121,8 @@ def test_what_is_not_there_is_refused():
 
 @built
 def test_what_is_of_another_kind_is_refused():
-    pool, demand = compiled.Pool(new_pool(2, 4), all_keys(2, 4)), np.zeros((2, 4), np.float32)
+    make: Any = compiled.Pool
+    pool, demand = make(new_pool(2, 4), all_keys(2, 4)), np.zeros((2, 4), np.float32)
     pool.put(Key(0, 0), RESIDENT)
     wrong: Any = ("a", 3)
     for call in (
@@ -132,8 +133,8 @@ def test_what_is_of_another_kind_is_refused():
         lambda: pool.put(Key(0, 0)),
         lambda: pool.coldest(wrong[1], 250.0),
         lambda: pool.exchange(wrong[1], wrong),
-        lambda: compiled.Pool(wrong, ()),
-        lambda: compiled.Pool(),
+        lambda: make(wrong, ()),
+        lambda: make(),
     ):
         with pytest.raises(TypeError):
             call()
