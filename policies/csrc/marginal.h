@@ -1,8 +1,8 @@
 /* What the files of `_marginal` share. Each has in C what numpy or Python defines in the module of its name, for speed:
  * every step is one operation of the same type in the same order, and setup.py asks for neither fused nor reordered
  * arithmetic, so both give the same bits and what a policy decides does not depend on whether there was a compiler.
- * Shapes of arrays are trusted, layers and experts are checked. What is kept between calls is in
- * the arrays. */
+ * Shapes of arrays are trusted, layers and experts are checked. Between calls nothing is kept but what is in the arrays,
+ * and each `Pool`. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
