@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from .quiet import TAKEN, TRIES
-from .versus import APART, HITS_POINTS, TPOT_ERROR, Row, orders
+from .versus import APART, HITS_POINTS, PAUSE_NS, TPOT_ERROR, Row, orders
 
 Part = tuple[str, str, Sequence[Row]]  # title, what ran, rows
 
@@ -32,15 +32,17 @@ link says at any speed. Policies hear the costs of the first calibration, live a
 decision time is charged as the mean that it had in the *other* repetitions (their median, in yardsticks), with
 what the link's thread spends on asking it for prefetches, because that keeps the interpreter from the main
 thread, except where that waits or computes experts. All else comes from the calibration, which runs none of
-these policies. The device is emulated: slots in RAM stand for its memory, the link takes the time that the row
-says (and 20 us a copy), and both tiers are threads on the same cores. It is the same code as on a GPU but for
-the CUDA calls; nothing here was run on a GPU.
+these policies. Where a trace is replayed nothing drafts: a pause of {pause:g} ms a token stands for it, in the
+calibration too. The device is emulated: slots in RAM stand for its memory, the link takes the time that the row
+says (and 20 us a copy), and both tiers and the link are threads on the same cores. It is the same code as on a
+GPU but for the CUDA calls; nothing here was run on a GPU.
 
 What is known to be off: the link's thread is Python, and what it takes from the main one is charged as a mean,
 wherever it falls. And a policy that decides by times it measures (`moe-spac`) does not repeat itself to a point
-of hit rate: before its first step has been timed it copies what the link carries, and that is more when the
-machine is slow. Where the brackets of `hit live` are wider than a point, no prediction could be within one of
-every run.
+of hit rate: it copies as many experts as fit into a layer's time, so where one copy takes about as long as a
+layer, a few per cent of speed decide whether that is one or none; and before its first step has been timed it
+copies what the link carries. Where the brackets of `hit live` are wider than a point, no prediction could be
+within one of every run.
 
 What is asked: hits within {points:g} point, TPOT within {tpot:.0%}, and the same order of policies wherever
 they differ live by more than {apart:.0%} with the same link and slots.
@@ -53,7 +55,8 @@ def page(parts: Sequence[Part], command: str) -> str:
     """Markdown; `command` made it."""
     said = HEAD.format(
         command=command,
-        points=HITS_POINTS, tpot=TPOT_ERROR, apart=APART, taken=TAKEN, tries=TRIES, machine=machine(),
+        points=HITS_POINTS, tpot=TPOT_ERROR, apart=APART, taken=TAKEN, tries=TRIES, pause=PAUSE_NS / 1e6,
+        machine=machine(),
     )  # fmt: skip
     return said + "".join(_part(*part) for part in parts)
 
