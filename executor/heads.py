@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections that are not kept open for requests that do not come.
+"""HTTP/1.1 connections that are not kept open for requests that do not come, and not more of them than some.
 
 uvicorn closes a connection that is idle after an answer, and takes that back at the first byte: half of a request's
 head, or of a body that was refused before it came, would hold a connection for ever.
@@ -14,10 +14,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from .openai_api import ApiError
 
 
-def hurried(seconds: float) -> type[H11Protocol]:
-    """uvicorn's protocol; a connection on which no answer is owed is closed `seconds` after it was opened or answered.
+def hurried(seconds: float, most: int) -> type[H11Protocol]:
+    """uvicorn's protocol; a connection on which no answer is owed is closed `seconds` after it was opened or answered,
+    and at once if there are `most` others.
 
-    Status 408 where part of a head has come.
+    Status 408 where part of a head has come, 503 where there are too many.
     """
 
     class Hurried(H11Protocol):
@@ -25,6 +26,9 @@ def hurried(seconds: float) -> type[H11Protocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            if len(self.connections) > most:  # each takes a file descriptor
+                transport.write(_answer(503, "Service Unavailable", f"there are {most} connections already"))
+                transport.close()
             self._look()
 
         def data_received(self, data: bytes) -> None:
@@ -53,16 +57,17 @@ def hurried(seconds: float) -> type[H11Protocol]:
 
         def _give_up(self) -> None:
             if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
-                self.transport.write(_late(seconds))
+                late = f"the request's head did not come within {seconds:g} s"
+                self.transport.write(_answer(408, "Request Timeout", late))
             self.transport.close()
 
     return Hurried
 
 
-def _late(seconds: float) -> bytes:
-    body = json.dumps(ApiError(408, f"the request's head did not come within {seconds:g} s").body()).encode()
+def _answer(status: int, reason: str, message: str) -> bytes:
+    body = json.dumps(ApiError(status, message).body()).encode()
     head = (
-        "HTTP/1.1 408 Request Timeout", "Content-Type: application/json", f"Content-Length: {len(body)}",
+        f"HTTP/1.1 {status} {reason}", "Content-Type: application/json", f"Content-Length: {len(body)}",
         "Connection: close", "", "",
     )  # fmt: skip
     return "\r\n".join(head).encode() + body

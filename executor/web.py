@@ -45,12 +45,14 @@ LAST_SECONDS = 1  # that connections have to end in after Ctrl-C
 class Rules:
     """What the server allows. `key`: asked of every request but those for health. `check_policy` raises InputError.
 
-    A head slower than `head_seconds`, and a body larger than `body_bytes` or slower than `body_seconds`, are refused.
+    More than so many `connections` at a time, a head slower than `head_seconds`, and a body larger than `body_bytes` or
+    slower than `body_seconds` are refused.
     `model`: the name that requests have to use if they give one; `context`, `new_tokens`: in tokens, 0 for the model's.
     """
 
     model: str | None = None
     key: str | None = None
+    connections: int = 256
     head_seconds: float = 10.0
     body_bytes: int = 2**20
     body_seconds: float = 30.0
@@ -320,7 +322,7 @@ def serving(worker: Worker, rules: Rules) -> Serving:
     """The server; `run(sockets=[...])` it. A signal that ends it is raised again when it has ended."""
     config = uvicorn.Config(
         make_app(worker, rules),
-        http=hurried(rules.head_seconds),
+        http=hurried(rules.head_seconds, rules.connections),
         log_level="warning",
         access_log=False,
         lifespan="off",

@@ -297,6 +297,18 @@ def test_no_connection_is_held_open_for_a_request_that_does_not_come(worker, cap
     assert caplog.records == []
 
 
+def test_no_more_connections_are_held_than_some(worker):
+    with server(worker, Rules("tiny", connections=2)) as url:
+        with connected(url) as one, connected(url) as other, connected(url) as third:
+            said = rest_of(third)
+            assert said.startswith(b"HTTP/1.1 503 ")
+            assert b"there are 2 connections already" in said
+            for sock in (one, other):
+                sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                assert b"HTTP/1.1 200 " in rest_of(sock)
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
 def connected(url: str) -> socket.socket:
     return socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=30)
 
