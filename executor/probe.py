@@ -123,8 +123,8 @@ class Prefetching(Probe):
     def setup(self, setup: Setup) -> None:
         super().setup(setup)
         wanted = self._at_home(Where.CPU)
-        self._next = deque(sorted(wanted, key=lambda key: key.expert))  # the layers take turns
-        self._there: list[deque[Key]] = [deque() for _ in range(setup.layers)]
+        # The layers take turns; first comes who was fetched longest ago.
+        self._next = deque(sorted(wanted, key=lambda key: key.expert))
         self._begun = False
 
     def step_begins(self, step: StepInfo) -> None:
@@ -138,14 +138,7 @@ class Prefetching(Probe):
         return None
 
     def victim(self, incoming: Key, candidates: Candidates, view: View) -> Key | None:
-        there = self._there[incoming.layer]
-        oldest = next((key for key in there if key in candidates), None)
-        if oldest is not None:
-            there.remove(oldest)
-        return oldest
-
-    def transfer_done(self, key: Key, size: int, ns: int) -> None:
-        self._there[key.layer].append(key)
+        return next((key for key in self._next if key.layer == incoming.layer and key in candidates), None)
 
 
 @dataclass(frozen=True, slots=True)

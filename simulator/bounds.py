@@ -243,10 +243,10 @@ def _around(trace: Steps, rates: Rates, dense_only: int) -> tuple[np.ndarray, in
     rows, tokens = [], 0
     for step in trace.steps():
         if step.kind is not Kind.PREFILL:
-            drafted = int(step.drafted.sum()) * rates.draft_token_ns
-            dense = rates.dense_ns(len(step), int(step.positions[0])) + (rates.after_draft_ns if drafted else 0)
+            drafted = int(step.drafted.sum())
+            dense = rates.dense_ns(len(step), int(step.positions[0]), drafted > 0)
             row = np.full(layers, dense + rates.policy_ns)
-            row[0] += drafted + rates.step_ns + dense_only * dense
+            row[0] += drafted * rates.draft_token_ns + rates.step_ns + dense_only * dense
             rows.append(row)
             tokens += step.emitted
     return np.array(rows, np.int64).reshape(-1, layers), tokens

@@ -86,7 +86,6 @@ class Engine:
         self._policy_ns, self._copy_ns = rates.policy_ns, rates.costs.copy_ns
         self._gpu: dict[str, int] = dict.fromkeys(GPU_LABELS, 0)
         self._cpu = Meter()
-        self._after_draft = 0  # ns that each layer of the next step takes longer
         self._owed = 0  # ns by which landed prefetches held up the fast device
         self._begin = 0
         self._before: list[dict[str, int]] = [{}, {}, {}, {}]
@@ -101,9 +100,7 @@ class Engine:
 
     def draft(self, tokens: int) -> None:
         """The draft model proposes tokens; the link goes on prefetching meanwhile."""
-        ns = tokens * self.rates.draft_token_ns
-        self._spend(ns, "draft")
-        self._after_draft = self.rates.after_draft_ns if ns else 0
+        self._spend(tokens * self.rates.draft_token_ns, "draft")
 
     def step_begins(self, step: StepInfo, context: int) -> None:
         """A forward pass of the target starts, `context` tokens being in its cache already."""
@@ -114,9 +111,8 @@ class Engine:
         self.driver.step_begins(step)
         self._look_for_work()
         self._spend(self.rates.step_ns, "step")
-        self._dense = self.rates.dense_ns(len(step.tokens), context) + self._after_draft
+        self._dense = self.rates.dense_ns(len(step.tokens), context, bool(step.drafted.any()))
         self._spend(self._dense_only * self._dense, "dense")
-        self._after_draft = 0
 
     def layer(
         self,

@@ -235,10 +235,14 @@ class Rates:
     beside_ns: int = 0
     overlap: float = 0.0
 
-    def dense_ns(self, tokens: int, context: int) -> int:
-        """Attention, norms, router and shared expert of one layer for `tokens` new tokens after `context` others."""
+    def dense_ns(self, tokens: int, context: int, drafted: bool = False) -> int:
+        """Attention, norms, router and shared expert of one layer for `tokens` new tokens after `context` others.
+
+        drafted: some of them were, by a draft model if that takes any time; looking them up leaves nothing behind.
+        """
         work = max(self.dense_memory_ns, round(tokens * self.dense_token_ns))
-        return self.dense_fixed_ns + work + round((context + tokens) * self.context_ns)
+        after = self.after_draft_ns if drafted and self.draft_token_ns else 0
+        return self.dense_fixed_ns + work + round((context + tokens) * self.context_ns) + after
 
 
 def rates_for(machine: Machine, shape: ModelShape, draft: DraftShape | None = None) -> Rates:
