@@ -14,6 +14,9 @@ from .interface import Candidates, Demand, Key, LayerReport, Policy, Setup, Step
 from .utility import UtilityEstimator, scaled_constants
 
 
+SAVED_COPIES = 2
+
+
 class Request(NamedTuple):
     """A wish to have an expert on the GPU; `run` is how often its layer had begun when it was made."""
 
@@ -144,8 +147,10 @@ class MoeSpac(Policy):
     release drops them to 0), `adaptive` (boundaries that follow the deviations), `balance` (a threshold a layer
     from the integer program, else `tau`), CPU and GPU at the same time (`serial_tiers=false`).
     Ours: the formulas of `adaptive` and `balance`; `discard_late` (a request whose layer has begun is dropped);
-    `scale` (levels and boundary follow the draft length); with `unified`, residents are not queued again. The time of
-    a step, which limits the link, is the sum of its layers' reports, so drafting and attention are a reserve.
+    `scale` (levels and boundary follow the draft length); with `unified`, residents are not queued again. The link's
+    time binds only when the slots are full. Then a layer has its share of a step, and keeps what it does not use up to
+    SAVED_COPIES copies, because what fits once is not a whole number of them. The time of a step is the sum of its
+    layers' reports, so drafting and attention are a reserve.
     `calibration=change` is another reading of `adaptive`: boundaries follow how counts differ from the last batch's.
     For ablations, in our reading: `estimator=binary` (without the utility estimator: an expert is hot if the last batch
     used it at all, which is all that plain decoding shows) and `asynchronous=false` (without the engine: hot experts
@@ -210,6 +215,7 @@ class MoeSpac(Policy):
         self._mean_counts = np.zeros((layers, experts))
         self._times = ExpertTimes(setup.costs)
         self._copy_ns = float(setup.costs.copy_ns)
+        self._saved = [0.0] * layers  # ns of the link's time that a layer has not used
         self._step_ns = 0.0
         self._this_step_ns = 0
         self._timed = False
@@ -273,10 +279,14 @@ class MoeSpac(Policy):
         gpu_ns, cpu_ns = self._times.of(np.maximum(utility, mean), self._most)
         free = self._slots - self._taken
         room = [free + colder for colder in self.keys.colder()]
-        # Until a step has been timed the link's share is not known and does not bind.
-        budget = self._step_ns / self._setup.layers if self._step_ns else float("inf")
+        share = self._step_ns / self._setup.layers or self._this_step_ns / (layer + 1)
+        budget = min(self._saved[layer], SAVED_COPIES * self._copy_ns) + share
+        bound = budget if free <= 0 else float("inf")
         first = self._setup.costs.cpu_first_ns
-        return best_threshold(utility, absent, gpu_ns, cpu_ns, room, self._copy_ns, budget, first)
+        threshold = best_threshold(utility, absent, gpu_ns, cpu_ns, room, self._copy_ns, bound, first)
+        copies = np.count_nonzero(absent & (utility >= threshold))
+        self._saved[layer] = max(0.0, budget - copies * self._copy_ns)
+        return threshold
 
     def _hot(self, layer: int) -> np.ndarray:
         """[E] bool: at or above the layer's threshold; the release wants everything above level 0."""

@@ -40,7 +40,7 @@ class Host:
         self.driver = Driver(policy, setup, future, self.record)
         self.setup, self.routing, self.rng, self.link, self.chances = setup, routing, rng, link, 2 if slow else 4
         self.flying: list[Key] = []
-        self.wall_ns = 0
+        self.wall_ns = 1_000_000  # of every layer, ten copies
 
     def play(
         self,

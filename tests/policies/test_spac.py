@@ -9,7 +9,7 @@ from policy_loop import COSTS, Host, make_setup, random_routing
 from moe_spac.policies.driver import Driver
 from moe_spac.policies.interface import Key, LayerReport, Setup, StepInfo
 from moe_spac.policies.load import load_policy
-from moe_spac.policies.spac import LevelQueues, MoeSpac, MoeSpacRelease, Request, SlotKeys
+from moe_spac.policies.spac import SAVED_COPIES, LevelQueues, MoeSpac, MoeSpacRelease, Request, SlotKeys
 from moe_spac.policies.utility import UtilityEstimator, calibrate, scaled_constants, transition
 from moe_spac.traces.schema import Kind
 
@@ -271,18 +271,40 @@ def test_a_request_whose_layer_has_begun_is_dropped_only_by_the_paper():
         assert driver.next_fetch() == wanted
 
 
-def test_nothing_is_asked_for_when_a_copy_takes_longer_than_a_layers_share_of_a_step():
-    steps = []
-    for copy_ns in (1_000, 10_000_000):
-        policy = MoeSpac()
-        routing = random_routing(np.random.default_rng(8), 30, 2, 8, 2, tokens=9)
-        costs = replace(COSTS, copy_bytes_ns=copy_ns)
-        host = Host(policy, make_setup(policy, 2, 8, 3, draft_length=8, costs=costs), routing)
-        host.wall_ns = 1_000_000
-        host.play()
-        steps.append([note[0] for note in host.record if note[1] == "prefetch"])
-    assert max(steps[0]) > 5
-    assert max(steps[1]) == 0  # before the first step has been timed the link's share is not known
+def test_the_links_time_binds_when_the_slots_are_full_and_is_saved_up():
+    """One slot, and a layer that takes 40 us where a copy takes 100: an empty slot is filled at once; after that a copy
+    has to wait until it can be paid, and never more than SAVED_COPIES are saved up for."""
+    policy = MoeSpac(adaptive=False)
+    driver = Driver(policy, Setup(1, 4, 1, 1, (1,), COSTS, draft_length=8))
+
+    def run(expert):
+        """A step; the expert that is copied after it, if one is."""
+        driver.step_begins(StepInfo(0, Kind.VERIFY, np.zeros(9, np.int32), np.arange(9) > 0))
+        driver.gate(0, np.array([[expert]] * 9))
+        driver.layer_ends(LayerReport(0, 40_000, 0, 0, 0, 0))
+        driver.step_ends(0, np.arange(9) == 0)
+        if (key := driver.next_fetch()) is not None:
+            driver.landed(key, 100_000)
+        return key and key.expert
+
+    assert run(0) == 0
+    assert [run(1) for _ in range(3)] == [None, None, 1]  # 40, 80, 120: it leaves 20
+    assert [run(1) for _ in range(20)] == [None] * 20
+    assert policy._saved == [240_000.0]
+    while policy.utility.u[0, 1] > 0:
+        run(2)
+    assert driver.cache.residents(0) == [2]
+
+
+@pytest.mark.parametrize("copy_ns", [100_000, 2_500_000])
+def test_full_slots_take_no_more_copies_than_the_link_has_time_for(copy_ns):
+    policy = MoeSpac()
+    routing = random_routing(np.random.default_rng(8), 60, 2, 8, 2, tokens=9)
+    costs = replace(COSTS, copy_fixed_ns=0, copy_bytes_ns=copy_ns)
+    host = Host(policy, make_setup(policy, 2, 8, 3, draft_length=8, costs=costs), routing)
+    host.play()
+    copies, saved = sum(note[1] == "prefetch" for note in host.record), SAVED_COPIES + 1
+    assert 6 < copies <= 6 + 2 * (60 * host.wall_ns / copy_ns + saved)
 
 
 def test_plain_decoding_is_inert_in_the_release_and_means_last_use_in_the_paper():
