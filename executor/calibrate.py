@@ -19,7 +19,7 @@ from ..simulator.machine import DEFAULTS, UNITS, Machine, Quantity, Rates, rates
 from .cold import cold_and_warm
 from .copies import measure_copies
 from .fits import Fitted, Round, fit
-from .probe import Prefetching, Probe, Seen, Subject
+from .probe import Asking, Prefetching, Probe, Seen, Subject
 from .quiet import Pace
 
 ENDLESS = 1e18  # bytes/s or FLOP/s of what is not the limit
@@ -75,6 +75,7 @@ def observe_round(subject: Subject, start: Machine, pace: Pace, yards: list[floa
     return Round(
         alone=see(lambda: Probe("g"), draft=False),
         drafting=see(lambda: Probe("g")) if draft else [],
+        asking=see(lambda: Asking("g")) if subject.gates else [],
         on_cpu=see(lambda: Probe("c")),
         halves=see(lambda: Probe("gc")),
         fifths=see(lambda: Probe("gcccc")),
@@ -119,6 +120,7 @@ PLAIN = {
     "gpu.first_expert": ("gpu_call", "computing experts together, beside what grows with them"),
     "gpu.expert_fixed": ("gpu_fixed", "an expert on the fast device, beside what grows with its tokens"),
     "gpu.after_draft": ("after_draft", "what a layer, or the first expert, takes longer after drafting: cold caches"),
+    "gpu.ahead": ("ahead", "what a layer takes longer beside its experts where gates are asked ahead"),
     "gpu.step_fixed": ("step", "embedding, head and loop of a step"),
     "policy.layer": ("policy", "driver with a policy that decides nothing"),
     "link.landing": ("landing", "a prefetch that lands: what it costs all who compute beside it"),

@@ -243,9 +243,10 @@ class Emulated:
     def send(
         self, target: torch.Tensor, source: torch.Tensor, pins: Pins, after: Stamp | None, begin: int, ns: int
     ) -> Ticket:
-        begin = max(begin or perf_counter_ns(), self._busy_until)
-        kernels.move(target, source)  # who computes meanwhile keeps his caches, as beside a GPU's copy engine
-        self._busy_until = max(begin + ns, perf_counter_ns())
+        now = perf_counter_ns()
+        begin = max(begin or now, self._busy_until)
+        taken = kernels.move(target, source)  # whoever holds the interpreter when that is over does not make it later
+        self._busy_until = max(begin + ns, now + taken)
         return Ticket(begin, self._busy_until)
 
     def landed(self, ticket: Ticket) -> None:

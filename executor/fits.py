@@ -8,7 +8,7 @@ import numpy as np
 from ..traces.schema import Kind
 from .probe import Seen
 from .quiet import freaks
-from .times import LayerTimes, decision_ns
+from .times import LayerTimes, asked_between
 
 Price = Callable[[int], float]  # ns of an expert with so many tokens
 
@@ -17,7 +17,8 @@ Price = Callable[[int], float]  # ns of an expert with so many tokens
 class Figures:
     """ns, but for `overlap`. dense: of a layer without its experts, by tokens and by tokens of context. Experts: of a
     call, an expert and a token, on either tier alone. beside: what a layer on both takes longer. overlap: share of
-    the time in which both tiers compute that each loses. after_draft: what a layer takes longer after drafting.
+    the time in which both tiers compute that each loses. after_draft: what a layer takes longer after drafting;
+    ahead: where gates are asked ahead, beside that.
     """
 
     dense_fixed: float
@@ -38,6 +39,7 @@ class Figures:
     landing: float
     draft: float
     after_draft: float
+    ahead: float
 
     def scaled(self, factor: float) -> "Figures":
         """The same on a machine that takes `factor` times as long for everything."""
@@ -53,12 +55,13 @@ def typical(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Steps with all experts on the fast device, without a draft in between and with one (none if there is none), all
-    on the CPU tier, a half of them there, four fifths there, the same while some of these are prefetched, all of two
-    layers in three, and all copied."""
+    """Steps with all experts on the fast device, without a draft in between, with one (none if there is none), and with
+    gates asked ahead (none without gates); all on the CPU tier, a half of them there, four fifths there, the same while
+    some of these are prefetched, all of two layers in three, and all copied."""
 
     alone: list[Seen] = field(default_factory=list)
     drafting: list[Seen] = field(default_factory=list)
+    asking: list[Seen] = field(default_factory=list)
     on_cpu: list[Seen] = field(default_factory=list)
     halves: list[Seen] = field(default_factory=list)
     fifths: list[Seen] = field(default_factory=list)
@@ -120,6 +123,7 @@ def figures(seen: Round) -> Figures:
         landing=landing(seen.fifths, seen.prefetching),
         draft=typical((s.draft + cold_step - step) / (s.tokens - 1) for s in drafted),
         after_draft=after,
+        ahead=max(0.0, typical(_before(s) - _grown(s, dense) for s in verifying(seen.asking)) - dense[0]),
     )
 
 
@@ -291,4 +295,4 @@ def landing(without: Sequence[Seen], prefetching: Sequence[Seen]) -> float:
 
 
 def _without_policy(seen: Seen) -> float:
-    return seen.times.wall_ns - decision_ns([seen.times]) * len(seen.times.layers)
+    return seen.times.wall_ns - asked_between([seen.times]) - sum(x.policy + x.kept for x in seen.times.layers)

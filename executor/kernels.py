@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -81,8 +82,9 @@ def run(
     middle: torch.Tensor,
     out: torch.Tensor,
     threads: int = 1,
-) -> list[int]:
-    """Some experts of one layer; returns ns of each, which add up to the wall time.
+) -> tuple[list[int], int]:
+    """Some experts of one layer; returns ns of each, which add up to the wall time inside, and after how many more the
+    interpreter was back.
 
     addresses: of the experts' records. counts: tokens of each. sources: for each expert's tokens in turn the row of `x`
     [n, hidden]; targets: the row of `out` [m, hidden]. middle: [sum of counts, up_rows], what up gives, with GATE
@@ -117,9 +119,13 @@ def run(
         out.data_ptr(),
         ctypes.addressof(ns),
     )
-    if choice.library.spac_layer(ctypes.byref(layer)):
+    begin = perf_counter_ns()
+    failed = choice.library.spac_layer(ctypes.byref(layer))
+    back = perf_counter_ns()
+    if failed:
         raise MemoryError(f"the kernels need more memory for {sum(counts)} rows of {layout.hidden} numbers")
-    return list(ns)
+    spent = list(ns)
+    return spent, back - begin - sum(spent)
 
 
 @dataclass(slots=True)
@@ -166,13 +172,17 @@ def multiply(product: Product, x: torch.Tensor, out: torch.Tensor, threads: int 
         raise MemoryError(f"the kernels need more memory for {n} rows of {product.columns} numbers")
 
 
-def move(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy bytes [n], contiguous and on the CPU, past its caches; with the kernels not built, as torch copies."""
+def move(target: torch.Tensor, source: torch.Tensor) -> int:
+    """Copy bytes [n], contiguous and on the CPU, past its caches; with the kernels not built, as torch copies.
+
+    Returns ns that it took, without the wait for the interpreter afterwards if the kernels do it.
+    """
     library = chosen().library
     if library is None:
+        begin = perf_counter_ns()
         target.copy_(source)
-    else:
-        library.spac_move(target.data_ptr(), source.data_ptr(), target.nbytes)
+        return perf_counter_ns() - begin
+    return library.spac_move(target.data_ptr(), source.data_ptr(), target.nbytes)
 
 
 @cache
@@ -268,6 +278,7 @@ def _library() -> tuple[ctypes.CDLL | None, str | None, str]:
         return None, None, f"{found[0].name} cannot be loaded ({error})"
     library.spac_isa_name.restype = ctypes.c_char_p
     library.spac_isa_name.argtypes = [ctypes.c_char_p]
+    library.spac_move.restype = ctypes.c_int64
     library.spac_move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     library.spac_layer.argtypes = library.spac_attention.argtypes = [ctypes.c_void_p]
     return library, str(found[0]), ""

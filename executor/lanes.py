@@ -158,7 +158,9 @@ class Link:
         self._free_at = 0
         self._idle, self._woken = True, 0
         self.meter = Meter({"demand": 0, "prefetch": 0})
-        self.asked_ns = 0  # of this thread's own time, spent on asking the policy what to prefetch
+        self.own_ns = self.asked_ns = 0  # that this thread worked; the latter on prefetches, asking for them included
+        self.prefetched = 0  # experts
+        self.held_ns = 0  # that prefetches took on an emulated link beyond their price: this thread came to them late
         self.last_use: dict[int, object] = {}  # slot -> the moment after which it may be overwritten
         shared.start("link", self._loop, self._work)
 
@@ -250,7 +252,9 @@ class Link:
         self._device.landed((last if first.copy.demand and last.copy.demand else first).ticket)
         with self._shared.lock:
             if not self._shared.closing:
+                begin = thread_time_ns()
                 self.settle()
+                self._note(begin, first.copy.demand)
 
     def _next(self) -> Copy | None:
         """The copy of which a piece may be sent now. Lock held."""
@@ -261,9 +265,16 @@ class Link:
         if copy is None:
             begin = thread_time_ns()
             copy = self._choose()
-            self.asked_ns += thread_time_ns() - begin
+            self._note(begin, copy is not None and copy.demand)
         self._current = copy
         return copy
+
+    def _note(self, begin: int, demand: bool) -> None:
+        """This thread has worked since `begin`, on what a layer waits for or on prefetches."""
+        ns = thread_time_ns() - begin
+        self.own_ns += ns
+        if not demand:
+            self.asked_ns += ns
 
     def _wanted(self) -> bool:
         """Whether a layer waits for something else."""
@@ -305,7 +316,7 @@ class Link:
 
     def _send(self, copy: Copy) -> None:
         """Give the device the rest of a copy, or of a prefetch its next piece."""
-        begin, end, size = copy.sent, self._size, self._size
+        called, begin, end, size = thread_time_ns(), copy.sent, self._size, self._size
         chunks = self._rates.chunks
         if not copy.demand and chunks > 1:
             end = (begin * chunks // size + 1) * size // chunks
@@ -314,7 +325,10 @@ class Link:
             source, target = source[begin:end], target[begin:end]
         start = max(copy.asked, self._free_at)
         ns = self._price(copy.key, copy.fresh, end - begin)
+        self._note(called, copy.demand)
         ticket = self._device.send(target, source, self._store.pins, self.last_use.get(copy.slot), start, ns)
+        if not (copy.demand or self._device.queues):
+            self.held_ns += ticket.end - ticket.begin - ns
         copy.fresh, copy.sent = False, end
         self._flying.append(Piece(copy, begin, end, ticket))
         if end == size:
@@ -340,7 +354,7 @@ class Link:
         if not piece.begin:
             copy.begun = begin
         if piece.end == self._size:
-            self._prefetches.pop(copy.key, None)
+            self.prefetched += self._prefetches.pop(copy.key, None) is not None
             self._driver.landed(copy.key, now - copy.begun)
 
 

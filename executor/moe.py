@@ -87,9 +87,9 @@ class Call:
         else:
             self._run(expert, arena.weights(slot), self.hidden, self.rows)
 
-    def compute_all(self, experts: Sequence[int], arena: Arena, slots: Sequence[int]) -> list[int]:
+    def compute_all(self, experts: Sequence[int], arena: Arena, slots: Sequence[int]) -> tuple[list[int], int]:
         """The same for several experts, in one call if there are compiled kernels; ns of each, which on a GPU are those
-        of launching it."""
+        of launching it. And ns for which the interpreter was kept from us when they were done, where that is known."""
         if self.rows.device.type == "cpu" and kernels.ready():
             addresses = [arena.address(slot) for slot in slots]
             return self._run_compiled(experts, addresses, arena.record, torch.get_num_threads())
@@ -98,7 +98,7 @@ class Call:
             begin = perf_counter_ns()
             self._run(expert, arena.weights(slot), self.hidden, self.rows)
             spent.append(perf_counter_ns() - begin)
-        return spent
+        return spent, 0
 
     def fetch(self) -> None:
         """Bring to the host what the CPU tier will read, while the device has nothing else to do."""
@@ -109,7 +109,7 @@ class Call:
         tokens = [len(self.places[expert]) for expert in experts]
         if kernels.ready():
             addresses = [store.address(Key(self.layer, expert)) for expert in experts]
-            return list(zip(tokens, self._run_compiled(experts, addresses, store.record, threads), strict=True))
+            return list(zip(tokens, self._run_compiled(experts, addresses, store.record, threads)[0], strict=True))
         spent = []
         for expert in experts:
             begin = perf_counter_ns()
@@ -136,22 +136,24 @@ class Call:
         else:
             rows[many] = y.to(rows.dtype)
 
-    def _run_compiled(self, experts: Sequence[int], addresses: list[int], record: Record, threads: int) -> list[int]:
-        """Some experts in one call, or in two with the family's own gate between them. Returns ns of each."""
+    def _run_compiled(
+        self, experts: Sequence[int], addresses: list[int], record: Record, threads: int
+    ) -> tuple[list[int], int]:
+        """Some experts in one call, or in two with the family's own gate between them. As `kernels.run` returns it."""
         places, k = [self.places[expert] for expert in experts], self.weights.shape[1]
         counts, targets = [len(at) for at in places], [row for at in places for row in at]
         sources, layout = [row // k for row in targets], record.matrices
         x, rows = self.plain_hidden, self.host_rows
         middle = torch.empty((len(targets), record.up_rows))
 
-        def run(stages: int, x: torch.Tensor) -> list[int]:
+        def run(stages: int, x: torch.Tensor) -> tuple[list[int], int]:
             return kernels.run(layout, stages, addresses, counts, sources, targets, x, middle, rows, threads)
 
         if fuses(self.module, record):
             return run(kernels.UP | kernels.GATE | kernels.DOWN, x)
-        up = run(kernels.UP, x)
-        down = run(kernels.DOWN, self._activate(middle).contiguous())
-        return [one + other for one, other in zip(up, down, strict=True)]
+        up, kept = run(kernels.UP, x)
+        down, late = run(kernels.DOWN, self._activate(middle).contiguous())
+        return [one + other for one, other in zip(up, down, strict=True)], kept + late
 
     def _activate(self, up: torch.Tensor) -> torch.Tensor:
         """The family's own gate; gpt-oss interleaves its rows, others clamp."""

@@ -13,7 +13,7 @@ from ..traces.errors import InputError
 from ..traces.reader import open_trace
 from ..traces.schema import Kind
 from .session import Result
-from .times import StepTimes, decision_ns
+from .times import Deciding, StepTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +64,16 @@ def _steps(result: Result) -> list[StepTimes]:
 
 def priced_by_run(machine: Machine, steps: Sequence[StepTimes]) -> Machine:
     """The machine with the run's own decision time."""
-    return with_policy_time(machine, decision_ns(steps))
+    return with_policy_time(machine, Deciding.of(steps))
 
 
-def with_policy_time(machine: Machine, ns: float, source: str = "mean of the run") -> Machine:
+def with_policy_time(machine: Machine, deciding: Deciding, source: str = "mean of the run") -> Machine:
     """The same machine with the decision time that a run really had."""
-    entry = Quantity(max(0.0, ns), "measured", source)
-    return replace(machine, quantities={**machine.quantities, "policy.layer": entry})
+    times = {"policy.layer": deciding.layer, "policy.layer_end": deciding.ending}
+    entries = {name: Quantity(max(0.0, ns), "measured", source) for name, ns in times.items()}
+    for name, ns in (("gpu.first_expert", deciding.call), ("link.prefetch_fixed", deciding.prefetch)):
+        entries[name] = Quantity(machine[name] + ns, "measured", f"the profile's, and deciding beside it, {source}")
+    return replace(machine, quantities={**machine.quantities, **entries})
 
 
 def per_token(splits: Sequence[Mapping[str, int]], tokens: int) -> dict[str, float]:

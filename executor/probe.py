@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -11,15 +12,16 @@ import torch
 from ..policies.interface import Candidates, Demand, Key, Policy, Setup, StepInfo, View, Where
 from ..simulator.machine import Machine
 from ..traces.prompts import encode, read_prompts
+from ..traces.routers import asking
 from ..traces.schema import DraftShape, Header, Kind, ModelShape, Provenance, Step
 from ..traces.speculate import Options, Speculation
 from ..traces.views import View as TraceView
-from .live import Live
+from .live import Live, routers_of
 from .models import Models
 from .moe import attach
 from .quiet import steady
 from .replay import Rig, replay
-from .session import Settings, make_host
+from .session import Settings, lookahead_of, make_host
 from .store import HostStore
 from .times import StepTimes
 
@@ -45,7 +47,9 @@ class Seen:
 
 
 class Subject(Protocol):
-    """What a machine is measured with."""
+    """What a machine is measured with. gates: there are some to be asked ahead."""
+
+    gates: ClassVar[bool]
 
     @property
     def shape(self) -> ModelShape: ...
@@ -107,6 +111,12 @@ class Probe(Policy):
         return HOMES[self.pattern[at % len(self.pattern)]]
 
 
+class Asking(Probe):
+    """Has the next layers' gates asked, and heeds nothing of what they say."""
+
+    channels = frozenset({"next-gate"})
+
+
 class Prefetching(Probe):
     """Prefetches the experts that are the CPU tier's, one after another and over again, as long as the run lasts; they
     stay its all the same.
@@ -147,6 +157,7 @@ class PairSubject:
 
     models: Models
     tokens: int = TOKENS
+    gates: ClassVar[bool] = True
 
     @property
     def shape(self) -> ModelShape:
@@ -181,13 +192,16 @@ class PairSubject:
         pair = self.models.pair
         ids = [i for p in read_prompts("held-out") for i in encode(pair.tokenizer, p)[0]][:prompt]
         options = Options(max_new_tokens=tokens, draft_length=DRAFTS, prefill_chunk=MANY)
+        lookahead = lookahead_of(probe)
+        routers = routers_of(self.models, lookahead) if lookahead else None
         host = make_host(self.models, probe, Settings(machine, probe.slots(pair.shape), options=options))
-        try:
-            live = _Watched(host, self.models)
+        with ExitStack() as stack:
+            stack.callback(host.close)
+            live = _Watched(host, self.models, routers, lookahead)
+            if lookahead:
+                stack.enter_context(asking(self.models.blocks, live.asked, pair.shape.experts, values=False))
             attach(self.models.experts, live)
             Speculation(pair.target, pair.draft if draft else None, options, live).generate(ids)
-        finally:
-            host.close()
         seen = [Seen(c, s) for c, s in zip(live.contexts, host.times, strict=True) if isinstance(s, StepTimes)]
         return _warm(seen)
 
@@ -210,6 +224,7 @@ class RigSubject:
 
     rig: Rig
     slots: int
+    gates: ClassVar[bool] = False
 
     @property
     def shape(self) -> ModelShape:

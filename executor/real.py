@@ -39,14 +39,17 @@ class LayerMoments:
     layer: int
     before: Stamp
     entered: Stamp
+    asked: int  # on the host's clock, as `decided`
     work: list[tuple[int, int, Stamp, Stamp]] = field(default_factory=list)  # expert, tokens, begin, end
     wait_copy: list[Between] = field(default_factory=list)
     wait_cpu: list[Between] = field(default_factory=list)
     cpu_work: list[tuple[int, int]] = field(default_factory=list)
+    calls: int = 0
+    kept: int = 0
     done: Stamp = None  # its experts are computed
     end: Stamp = None  # and all is written down
     times: LayerTimes | None = None
-    decided: tuple[int, int] = (0, 0)  # on the host's clock
+    decided: tuple[int, int] = (0, 0)
     hits: int = 0
     needed: int = 0
 
@@ -74,7 +77,7 @@ class RealHost:
         self._link = Link(self._shared, driver, rates, store, arena)
         self._cpu = CpuTier(self._shared, store, threads)
         self.recorder = Recorder(self._link.meter, self._cpu.meter) if record else None
-        self._spent = self._meters()
+        self._spent, self._prefetched = self._meters(), 0
         self._mark: Stamp = self._device.stamp()
 
     def draft_length(self, planned: int) -> int:
@@ -99,7 +102,7 @@ class RealHost:
 
     def layer(self, call: Call, route: Callable[[], Routed]) -> None:
         shared, link = self._shared, self._link
-        moments = LayerMoments(self._step, call.layer, self._mark, self._device.stamp())
+        moments = LayerMoments(self._step, call.layer, self._mark, self._device.stamp(), perf_counter_ns())
         routed = route()
         begin = perf_counter_ns()
         with shared.lock:
@@ -140,6 +143,8 @@ class RealHost:
         times.tail = self._device.elapsed(self._mark, end)
         before, self._spent = self._spent, self._meters()
         times.busy = {name: ns - before[name] for name, ns in self._spent.items()}
+        prefetched, self._prefetched = self._prefetched, self._link.prefetched
+        times.prefetches = self._prefetched - prefetched
         if self.recorder is not None:
             self.recorder.step_ends(accepted, emitted, self._device.clock(end))
 
@@ -148,7 +153,8 @@ class RealHost:
         torch.set_num_threads(self._threads_before)
 
     def _meters(self) -> dict[str, int]:
-        return {**self._link.meter.spent, "cpu": self._cpu.meter.spent["busy"], "asked": self._link.asked_ns}
+        link, cpu = self._link, self._cpu.meter.spent["busy"]
+        return {**link.meter.spent, "cpu": cpu, "asked": link.asked_ns, "held": link.held_ns}
 
     def _ask(self, call: Call, routed: Routed) -> Plan:
         if routed.ahead is not None:
@@ -164,10 +170,12 @@ class RealHost:
         """Each copied expert as it lands; those that landed meanwhile go together."""
         at = 0
         while at < len(copies):
-            begin = self._device.stamp()
+            begin, worked = self._device.stamp(), self._link.own_ns
             self._link.arrive(copies[at])
             there, first = self._device.stamp(), at
             moments.wait_copy.append((begin, there))
+            if not self._device.queues and (ticket := copies[at].ticket):
+                moments.kept += self._kept(worked, there - max(begin, ticket.end))
             at += 1
             while at < len(copies) and (ticket := copies[at].ticket) and self._device.passed(ticket.end):
                 at += 1
@@ -189,12 +197,19 @@ class RealHost:
                 moments.work.append((expert, len(call.places[expert]), begin, end))
                 begin = end
         elif experts:
-            spent = call.compute_all(experts, self.arena, slots)
+            worked = self._link.own_ns
+            spent, kept = call.compute_all(experts, self.arena, slots)
+            moments.calls += 1
+            moments.kept += self._kept(worked, kept)
             scale = (self._device.stamp() - begin) / max(1, sum(spent))  # what the call itself takes is shared out
             for expert, ns in zip(experts, spent, strict=True):
                 end = begin + round(ns * scale)
                 moments.work.append((expert, len(call.places[expert]), begin, end))
                 begin = end
+
+    def _kept(self, worked: int, late: int) -> int:
+        """For how many of the `late` ns before now the link's thread worked, which had worked for `worked` ns then."""
+        return min(late, self._link.own_ns - worked)
 
     def _wait_cpu(self, job: Job, moments: LayerMoments) -> None:
         begin = self._device.stamp()
@@ -246,6 +261,9 @@ class RealHost:
             wait_cpu=sum([elapsed(begin, end) for begin, end in moments.wait_cpu]),
             work=work,
             cpu_work=moments.cpu_work,
+            decided=moments.decided[1] - moments.asked,
+            calls=moments.calls,
+            kept=moments.kept,
         )
         return moments.times
 

@@ -1,7 +1,7 @@
 """Where the time of a live step went, in the fast device's own order of work (on CUDA by events, else by the clock)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from ..traces.schema import Kind
 
@@ -10,8 +10,10 @@ from ..traces.schema import Kind
 class LayerTimes:
     """One expert layer, in ns: `before` since the last layer's end (attention, norms, router), then its parts.
 
-    `work` has (tokens, ns) of each expert computed on the fast device, `cpu_work` on the CPU tier. What is left of
-    `wall` is deciding and bookkeeping.
+    `work` has (tokens, ns) of each expert computed on the fast device, `cpu_work` on the CPU tier. `kept` is for how
+    long the link's thread kept the interpreter from the main one when one of the `calls` that did the work was over, or
+    a copy was there for which it waited, where that is known. What is left of `wall` is deciding and bookkeeping, the
+    first `decided` of it until work and copies are ordered.
     """
 
     before: int
@@ -20,6 +22,9 @@ class LayerTimes:
     wait_cpu: int = 0
     work: list[tuple[int, int]] = field(default_factory=list)
     cpu_work: list[tuple[int, int]] = field(default_factory=list)
+    calls: int = 0
+    kept: int = 0
+    decided: int = 0
 
     @property
     def expert(self) -> int:
@@ -31,9 +36,10 @@ class LayerTimes:
 
     def scaled(self, factor: float) -> "LayerTimes":
         """Of a machine that takes `factor` times as long for everything."""
-        before, wall, copy, cpu = (round(ns * factor) for ns in (self.before, self.wall, self.wait_copy, self.wait_cpu))
+        times = {f.name: getattr(self, f.name) for f in fields(self) if f.type is int and f.name != "calls"}
         work, cpu_work = ([(n, round(ns * factor)) for n, ns in done] for done in (self.work, self.cpu_work))
-        return LayerTimes(before, wall, copy, cpu, work, cpu_work)
+        scaled = {name: round(ns * factor) for name, ns in times.items()}
+        return replace(self, work=work, cpu_work=cpu_work, **scaled)
 
 
 @dataclass(slots=True)
@@ -41,7 +47,9 @@ class StepTimes:
     """One forward pass. `draft` is the drafting before it, `tail` the time from the last layer's end to the step's.
 
     `busy`: ns that the link spent on demand and on prefetches and the CPU tier on experts, from the end of the step
-    before to this one's; and, under "asked", what its thread spent on asking the policy what to prefetch.
+    before to this one's; and, under "asked", what the link's thread spent on prefetches: on asking the policy for them,
+    on sending and on noting down, and under "held" what these took longer on an emulated link because it did not get
+    round to them. In that time `prefetches` have landed.
     """
 
     kind: Kind
@@ -50,6 +58,7 @@ class StepTimes:
     layers: list[LayerTimes] = field(default_factory=list)
     tail: int = 0
     busy: dict[str, int] = field(default_factory=dict)
+    prefetches: int = 0
 
     @property
     def wall_ns(self) -> int:
@@ -80,13 +89,40 @@ class StepTimes:
         return {"link": copies, "link_exposed": wait_copy, "cpu": self.busy.get("cpu", 0), "cpu_exposed": wait_cpu}
 
 
-def decision_ns(steps: Sequence[StepTimes]) -> float:
-    """Mean ns of a layer that went into deciding: on the main thread, and on the link's, which is asked for prefetches
-    and takes the interpreter from the main one meanwhile, where that does not wait or compute experts without it."""
-    layers = [x for step in steps for x in step.layers]
+@dataclass(frozen=True, slots=True)
+class Deciding:
+    """What deciding takes, in means of ns: of a layer before its work and copies are ordered and after that, of a call
+    that computes experts, of the link for a prefetch.
+
+    The main thread decides in the layer. The link's thread asks and sends, and keeps the interpreter from the main one
+    meanwhile: around calls as that was measured; and between layers what it does for prefetches, by its share of the
+    time, which is charged to their ends. What it takes of other times of a layer is in them. And a link whose thread
+    asks for longer than a copy takes is late.
+    """
+
+    layer: float = 0.0
+    ending: float = 0.0
+    call: float = 0.0
+    prefetch: float = 0.0
+
+    @staticmethod
+    def of(steps: Sequence[StepTimes]) -> "Deciding":
+        layers = [x for step in steps for x in step.layers]
+        n, before = max(1, len(layers)), sum(x.decided for x in layers)
+        kept, calls = sum(x.kept for x in layers), max(1, sum(x.calls for x in layers))
+        held, prefetches = sum(s.busy.get("held", 0) for s in steps), max(1, sum(s.prefetches for s in steps))
+        after = max(0.0, sum(x.policy for x in layers) - before + asked_between(steps))
+        return Deciding(before / n, after / n, kept / calls, held / prefetches)
+
+    def scaled(self, factor: float) -> "Deciding":
+        """On a machine that takes `factor` times as long for everything."""
+        return Deciding(*(getattr(self, f.name) * factor for f in fields(self)))
+
+
+def asked_between(steps: Sequence[StepTimes]) -> float:
+    """ns that the link's thread spent on prefetches while the main one was between layers."""
     asked, wall = sum(step.busy.get("asked", 0) for step in steps), sum(step.wall_ns for step in steps)
-    outside = sum(x.expert + x.wait_copy + x.wait_cpu for x in layers)
-    return (sum(x.policy for x in layers) + asked * (1 - outside / max(1, wall))) / max(1, len(layers))
+    return asked * (1 - sum(x.wall for step in steps for x in step.layers) / max(1, wall))
 
 
 def exposed(steps: list[StepTimes]) -> dict[str, float | None]:

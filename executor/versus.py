@@ -8,7 +8,7 @@ was in the other repetitions, so no run helps to predict itself.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -34,12 +34,13 @@ from .probe import PairSubject, RigSubject, Subject
 from .quiet import TRIES, Pace
 from .replay import Rig, first_steps, replay
 from .session import Settings, run
-from .times import StepTimes, decision_ns
+from .times import Deciding, StepTimes
 
 HITS_POINTS = 1.0  # how far hit rates may be apart
 TPOT_ERROR = 0.10
 TOKENS = 80  # of a measurement of the calibration: twice an ordinary one's, so that it is as long as a run
 PAUSE_NS = 2.5e6  # that stands for drafting a token where nothing drafts
+NO_TIME = Deciding()
 APART = 0.10  # policies that differ by more must come in the same order
 
 
@@ -54,12 +55,12 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A run, live or simulated. ms a token, share of needed experts that were resident, ns a layer of deciding."""
+    """A run, live or simulated: ms a token, share of needed experts that were resident."""
 
     tpot: float
     hits: float
     split: dict[str, float]
-    policy_ns: float = 0.0
+    deciding: Deciding = NO_TIME
 
 
 @dataclass(slots=True)
@@ -196,7 +197,7 @@ def live_sample(times: Sequence[StepTimes], tokens: int, count: Counters, read_n
     """What a live run's steps after prefill come to, without the `read_ns` in which the draft read the prompts."""
     steps = [s for s in times if s.kind is not Kind.PREFILL]
     split = per_token([*(s.split() for s in steps), {"draft": -read_ns}], tokens)
-    return Sample(sum(split.values()), _hits(count), split, decision_ns(steps))
+    return Sample(sum(split.values()), _hits(count), split, Deciding.of(steps))
 
 
 def simulated_sample(
@@ -279,12 +280,12 @@ def _predict(stage: Stage, row: Row, first: Machine, near: Sequence[Machine]) ->
     cell = row.cell
     told, total = linked(first, cell.link), cell.slots * len(stage.subject.shape.moe_layers)
     count = stage.virtual(cell, told)
-    deciding = [s.policy_ns / yard for s, yard in zip(row.live, row.yards, strict=True)]
+    deciding = [s.deciding.scaled(1 / yard) for s, yard in zip(row.live, row.yards, strict=True)]
     for i, machine in enumerate(near):
-        others = [ns for j, ns in enumerate(deciding) if j != i] or deciding
-        decide = median(others) * row.yards[i]
+        others = [one for j, one in enumerate(deciding) if j != i] or deciding
+        usual = Deciding(*(median(getattr(d, f.name) for d in others) for f in fields(Deciding)))
         spent = stage.drafting(linked(machine, cell.link))
-        charged = with_policy_time(spent, decide, "median of the other repetitions")
+        charged = with_policy_time(spent, usual.scaled(row.yards[i]), "median of the other repetitions")
         sample, _ = simulated_sample(stage.trace(cell), cell.policy, told, total, charged)
         row.simulated.append(sample)
     _, same = simulated_sample(stage.trace(cell), cell.policy, told, total)

@@ -29,20 +29,18 @@ second's end, all is repeated, and after {tries} tries the least disturbed count
 once). Calibrated times are kept as multiples of the yardstick and fitted over all rounds (calibration and runs
 take turns), and a run is predicted at the speed of the yardsticks beside it; a copy takes what the emulated
 link says at any speed. Policies hear the costs of the first calibration, live and simulated. A policy's
-decision time is charged as the mean that it had in the *other* repetitions (their median, in yardsticks), with
-what the link's thread spends on asking it for prefetches, because that keeps the interpreter from the main
-thread, except where that waits or computes experts. All else comes from the calibration, which runs none of
-these policies. Where a trace is replayed nothing drafts: a pause of {pause:g} ms a token stands for it, in the
-calibration too. The device is emulated: slots in RAM stand for its memory, the link takes the time that the row
-says (and 20 us a copy), and both tiers and the link are threads on the same cores. It is the same code as on a
-GPU but for the CUDA calls; nothing here was run on a GPU.
+decision time is charged as it was in the *other* repetitions (medians of means, in yardsticks): to layers what
+the main thread decides, before their work is ordered and after it, and what the link's thread does for prefetches
+while that one is between layers, because it keeps the interpreter from it; to calls that compute experts for how
+long it was kept there; and to the link, for each prefetch, what asking for it took longer than a copy. All else
+comes from the calibration, which runs none of these policies. Where a trace is replayed nothing drafts: a pause of
+{pause:g} ms a token stands for it, in the calibration too. The device is emulated: slots in RAM stand for its
+memory, the link takes the time that the row says (and 20 us a copy), and both tiers and the link are threads on the
+same cores. It is the same code as on a GPU but for the CUDA calls; nothing here was run on a GPU.
 
-What is known to be off: the link's thread is Python, and what it takes from the main one is charged as a mean,
-wherever it falls. And a policy that decides by times it measures (`moe-spac`) does not repeat itself to a point
-of hit rate: it copies as many experts as fit into a layer's time, so where one copy takes about as long as a
-layer, a few per cent of speed decide whether that is one or none; and before its first step has been timed it
-copies what the link carries. Where the brackets of `hit live` are wider than a point, no prediction could be
-within one of every run.
+What is known to be off: the link's thread is Python, and what it takes from the main one is charged in means,
+where it mostly falls. Policies that prefetch, or decide by times they measure, do not repeat themselves to the
+last hit; where the brackets of `hit live` are wider than a point, no prediction could be within one of every run.
 
 What is asked: hits within {points:g} point, TPOT within {tpot:.0%}, and the same order of policies wherever
 they differ live by more than {apart:.0%} with the same link and slots.

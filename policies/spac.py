@@ -13,7 +13,6 @@ from .balancer import ExpertTimes, best_threshold
 from .interface import Candidates, Demand, Key, LayerReport, Policy, Setup, StepInfo, View, Where
 from .utility import UtilityEstimator, scaled_constants
 
-
 SAVED_COPIES = 2
 
 

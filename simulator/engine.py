@@ -83,7 +83,7 @@ class Engine:
         self._dense_only = dense_only_layers
         self._on_land, self._on_serve, self._slots_at, self._exact = on_land, on_serve, slots_at, exact
         self._gpu_ns, self._cpu_ns = PerLoad(rates.costs.gpu_ns), PerLoad(rates.costs.cpu_ns)
-        self._policy_ns, self._copy_ns = rates.policy_ns, rates.costs.copy_ns
+        self._policy_ns, self._ending_ns, self._copy_ns = rates.policy_ns, rates.ending_ns, rates.costs.copy_ns
         self._gpu: dict[str, int] = dict.fromkeys(GPU_LABELS, 0)
         self._cpu = Meter()
         self._owed = 0  # ns by which landed prefetches held up the fast device
@@ -126,19 +126,22 @@ class Engine:
         """One MoE layer from its attention to its merged output. ids: [n, k]; ahead: [n, J, k]; `needed`: see
         `Driver.gate`."""
         driver, gpu, dense, policy = self.driver, self._gpu, self._dense, self._policy_ns
+        heard = ahead if "next-gate" in driver.policy.channels else None
+        dense += 0 if heard is None else self.rates.ahead_ns
         self.now += dense
         gpu["dense"] += dense
         if driver.prefetches:
             self._catch_up()
             self._spend(self._owed, "policy")
             self._owed = 0
-        if ahead is not None and "next-gate" in driver.policy.channels:
-            for forecast in gate_forecasts(layer, ahead, driver.setup.layers):
+        if heard is not None:
+            for forecast in gate_forecasts(layer, heard, driver.setup.layers):
                 driver.forecast(forecast)
         plan = driver.gate(layer, ids, weights, scores, needed)
         self.now += policy
         gpu["policy"] += policy
         self._serve(plan)
+        self._spend(self._ending_ns, "policy")
         return plan
 
     def step_ends(self, accepted: int, kept: np.ndarray, emitted: int) -> None:
@@ -393,6 +396,7 @@ def _link(env: simpy.Environment, dram: Dram, driver: Driver, rates: Rates, land
         rates.chunks,
         rates.back_bytes_ns,
         rates.both_ways,
+        rates.prefetch_ns,
     )
     link = Link(env, dram, price, driver.next_fetch, driver.keep_fetch, landed, driver.cancelled)
     if 0 <= rates.pinned_experts < setup.layers * setup.experts:

@@ -154,8 +154,8 @@ def _after(env: simpy.Environment, ns: int, call: Callable[[simpy.Event], None],
 class CopyPrice(NamedTuple):
     """One expert over the link: ns before the first byte, ns for its bytes, and pieces between which it may stop.
 
-    `back_ns` are for its bytes from device to host; `both_ways` the share of its speed that a copy to the device has
-    meanwhile.
+    Before the first byte of a prefetch `prefetch_ns` more pass. `back_ns` are for its bytes from device to host;
+    `both_ways` the share of its speed that a copy to the device has meanwhile.
     """
 
     size: int
@@ -164,6 +164,7 @@ class CopyPrice(NamedTuple):
     chunks: int = 1
     back_ns: int = 0
     both_ways: float = 1.0
+    prefetch_ns: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -283,7 +284,8 @@ class Link:
     def _copy(self, key: Key, demand: bool) -> Copy:
         if self._is_pageable is not None and self._is_pageable(key):
             return Copy(key, *self._pageable, demand, pageable=True)
-        return Copy(key, self._price.fixed_ns, self._price.bytes_ns, demand)
+        price = self._price
+        return Copy(key, price.fixed_ns + (0 if demand else price.prefetch_ns), price.bytes_ns, demand)
 
     def _make_way(self) -> None:
         copy = self.current

@@ -41,6 +41,7 @@ UNITS: dict[str, dict[str, float]] = {
     "gpu.kernels_per_layer": COUNT,
     "gpu.first_expert": TIME,
     "gpu.after_draft": TIME,
+    "gpu.ahead": TIME,
     "gpu.expert_fixed": TIME,
     "gpu.step_fixed": TIME,
     "gpu.draft_fixed": TIME,
@@ -49,6 +50,7 @@ UNITS: dict[str, dict[str, float]] = {
     "link.copy_fixed": TIME,
     "link.arrival": TIME,
     "link.landing": TIME,
+    "link.prefetch_fixed": TIME,
     "link.chunk": SIZE,
     "link.d2h_bandwidth": RATE,
     "link.both_ways": COUNT,
@@ -64,6 +66,7 @@ UNITS: dict[str, dict[str, float]] = {
     "cpu.beside": TIME,
     "cpu.overlap": COUNT,
     "policy.layer": TIME,
+    "policy.layer_end": TIME,
 }
 
 # What a profile may leave out: value in base units and why that value. They count as assumed.
@@ -72,9 +75,12 @@ DEFAULTS: dict[str, tuple[float, str]] = {
     "gpu.dense_compute": (0.0, "default: as gpu.compute"),
     "gpu.context_bandwidth": (0.0, "default: as gpu.bandwidth"),
     "gpu.first_expert": (0.0, "default: experts that are computed together cost no more than their sum"),
+    "gpu.ahead": (0.0, "default: to note down what a gate is asked takes no time"),
     "gpu.after_draft": (0.0, "default: drafting leaves nothing behind that slows the layers after it"),
     "link.arrival": (0.0, "default: whoever waits for a copy goes on when it has landed"),
     "link.landing": (0.0, "default: who launches the work is not held up by prefetches that land meanwhile"),
+    "policy.layer_end": (0.0, "default: all decisions are made before a layer's experts"),
+    "link.prefetch_fixed": (0.0, "default: it is known what to prefetch when the link is free"),
     "link.chunk": (2e6, "default: an expert is copied in pieces of about this size, and demand may go between them"),
     "link.d2h_bandwidth": (0.0, "default: as fast as host to device"),
     "link.both_ways": (0.45, "nvbandwidth#53: 25 to 11 GB/s host to device while data flows back"),
@@ -206,11 +212,13 @@ class Rates:
     host (0: as the other way) and `both_ways` is the share of its speed that a copy to the device keeps meanwhile. The
     first `pinned_experts`, in order of (layer, expert), lie in pinned memory (-1: all); the others are copied at the
     pageable prices, and nothing is launched until they have landed. `costs` has the price of pinned ones, if any.
-    Experts that are there together are computed together, for `call_ns` more; what lands later is another call. In a
-    step that verifies what a draft model proposed, a layer takes `after_draft_ns` longer before its experts. A wait for
-    a copy ends `arrival_ns` after it landed; a prefetch that lands holds up the fast device by `landing_ns`. A layer on
-    both tiers takes `beside_ns` longer. While both compute, each is slower by `overlap` of the time that its work takes
-    alone: where they are threads on the same cores, or both read host memory.
+    Deciding takes `policy_ns` of a layer before its experts and `ending_ns` after them. Experts that are there together
+    are computed together, for `call_ns` more; what lands later is another call. In a step that verifies what a draft
+    model proposed, a layer takes `after_draft_ns` longer before its experts, and `ahead_ns` where gates are asked ahead
+    for the policy. A wait for a copy ends `arrival_ns` after it landed; a prefetch that lands holds up the fast device
+    by `landing_ns`, and took the link `prefetch_ns` longer than another copy. A layer on both tiers takes `beside_ns`
+    longer. While both compute, each is slower by `overlap` of the time that its work takes alone: where they are
+    threads on the same cores, or both read host memory.
     """
 
     costs: Costs
@@ -230,8 +238,11 @@ class Rates:
     pageable_bytes_ns: int = 0
     call_ns: int = 0
     after_draft_ns: int = 0
+    ahead_ns: int = 0
     arrival_ns: int = 0
     landing_ns: int = 0
+    prefetch_ns: int = 0
+    ending_ns: int = 0
     beside_ns: int = 0
     overlap: float = 0.0
 
@@ -290,8 +301,11 @@ def rates_for(machine: Machine, shape: ModelShape, draft: DraftShape | None = No
         pageable_bytes_ns=pageable[1],
         call_ns=round(m["gpu.first_expert"]),
         after_draft_ns=round(m["gpu.after_draft"]),
+        ahead_ns=round(m["gpu.ahead"]),
         arrival_ns=round(m["link.arrival"]),
         landing_ns=round(m["link.landing"]),
+        prefetch_ns=round(m["link.prefetch_fixed"]),
+        ending_ns=round(m["policy.layer_end"]),
         beside_ns=round(m["cpu.beside"]),
         overlap=m["cpu.overlap"],
     )

@@ -75,11 +75,9 @@ class TracedEngine(Engine):
     def layer(self, layer: int, ids: np.ndarray, *given: Any, **named: Any) -> Plan:
         self._at["layer"] = layer
         begin, gpu = self.now, self._gpu
-        dense, policy = gpu["dense"], gpu["policy"]
+        dense = gpu["dense"]
         plan = super().layer(layer, ids, *given, **named)
-        gate = begin + gpu["dense"] - dense
-        self._keep("dense", begin, gate)
-        self._keep("policy", gate, gate + gpu["policy"] - policy)
+        self._keep("dense", begin, begin + gpu["dense"] - dense)
         self._add("GPU", f"L{layer}", begin, self.now, "layer", hits=len(plan.demand.held), needed=len(plan.load))
         del self._at["layer"]
         return plan
@@ -99,6 +97,7 @@ class TracedEngine(Engine):
 
     def _serve(self, plan: Plan) -> None:
         self._plan = plan
+        self._keep("policy", self.now - self._policy_ns, self.now)
         super()._serve(plan)
 
     def _work(self, experts: Iterable[int], load: dict[int, int], beside: int = 0, call: bool = True) -> int:

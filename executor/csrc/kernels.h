@@ -14,10 +14,18 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 enum { F32, BF16, F16, Q8, Q4 };
 enum { GROUP = 32, LANES = 16, Q8_BYTES = 34, Q4_BYTES = 18 };
 enum { UP = 1, GATE = 2, DOWN = 4 };
+
+/* Nanoseconds since some moment. */
+static inline int64_t spac_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
 
 static inline uint32_t spac_bits(float x) {
     uint32_t b;

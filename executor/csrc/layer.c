@@ -6,7 +6,6 @@
  */
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <time.h>
 
 #include "layer.h"
 #include "pool.h"
@@ -27,12 +26,6 @@ typedef struct {
     atomic_int next, took_part, *left; /* left: [experts] pieces of up */
     _Atomic int64_t *busy;        /* [experts] */
 } Work;
-
-static int64_t now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
 
 static int grouped(int format) { return format == Q8 || format == Q4; }
 
@@ -94,19 +87,19 @@ static void run_up(Work *w, const Piece *p) {
 
 static void run_pieces(void *data) {
     Work *w = data;
-    int64_t begin = now();
+    int64_t begin = spac_now();
     for (int i = atomic_fetch_add(&w->next, 1), mine = 0; i < w->n_pieces; i = atomic_fetch_add(&w->next, 1)) {
         const Piece *p = &w->pieces[i];
         if (!mine++) atomic_fetch_add(&w->took_part, 1);
         if (p->down) {
             if (w->left[p->expert]) {
                 spac_wait(&w->left[p->expert]);
-                begin = now();
+                begin = spac_now();
             }
             product(w, p->expert, 1, p->row, p->rows);
         } else
             run_up(w, p);
-        int64_t end = now();
+        int64_t end = spac_now();
         atomic_fetch_add(&w->busy[p->expert], end - begin);
         begin = end;
     }
@@ -180,7 +173,7 @@ static void *part(char **block, size_t size) {
 }
 
 int spac_layer(const Layer *l) {
-    const int64_t begin = now();
+    const int64_t begin = spac_now();
     Work w = {.layer = l, .isa = spac_isa(l->isa)};
     if (w.isa == NULL) return 2;
     w.up_bytes = row_bytes(l->format, l->hidden);
@@ -210,7 +203,7 @@ int spac_layer(const Layer *l) {
     connect(&w, x_columns, inner_columns, made);
     plan(&w);
     spac_together(run_pieces, &w, l->threads);
-    report(&w, now() - begin);
+    report(&w, spac_now() - begin);
     free(memory);
     return 0;
 }

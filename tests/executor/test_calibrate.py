@@ -24,13 +24,15 @@ from moe_spac.executor.fits import (
 from moe_spac.executor.predict import predict
 from moe_spac.executor.probe import PairSubject, Prefetching, Probe, Seen
 from moe_spac.executor.session import Settings, run
-from moe_spac.executor.times import LayerTimes, StepTimes, decision_ns
+from moe_spac.executor.times import Deciding, LayerTimes, StepTimes
 from moe_spac.policies.load import load_policy
 from moe_spac.simulator.machine import Machine, parse_machine, rates_for, show_machine
 from moe_spac.traces.schema import Kind
 from moe_spac.traces.speculate import Options
 
-FIGURES = Figures(10_000, 500, 2, 1_000, 50, 150, 2_000, 300, 900, 4_000, 400, 700, 800, 0.25, 60, 5_000, 80_000, 900)
+FIGURES = Figures(
+    10_000, 500, 2, 1_000, 50, 150, 2_000, 300, 900, 4_000, 400, 700, 800, 0.25, 60, 5_000, 80_000, 900, 70
+)
 
 
 def seen(kind: Kind, rows: int, context: int, work=(), cpu_work=(), lost=0, wait_copy=0, draft=0, late=900) -> Seen:
@@ -54,6 +56,7 @@ def one_round() -> Round:
     alone += [warm(Kind.PREFILL, 9, c, [(9, 4_775)] * 2) for c in (0, 9, 18, 90)]
     work = [(1, 2_338), (2, 2_637), (3, 2_938), (4, 3_237)]
     drafting = [seen(Kind.VERIFY, 5, c, work, draft=4 * 80_000) for c in (20, 90, 99)]
+    asking = [seen(Kind.VERIFY, 5, c, work, draft=4 * 80_000, late=970) for c in (20, 90, 99)]
     # 900 to hand over and 700 to take back; 4,000 an expert and 400 a token.
     on_cpu = [
         seen(Kind.DECODE, 2, 0, cpu_work=work, lost=700)
@@ -75,7 +78,7 @@ def one_round() -> Round:
         Seen(s.context, replace(s.times, tail=s.times.tail + ns, busy={"prefetch": (ns // 5_000) * 20_000}), 20_000)
         for s, ns in zip(both, late, strict=True)
     ]
-    return Round(alone, drafting, on_cpu, fifths=both, prefetching=prefetching, copying=copying)
+    return Round(alone, drafting, asking, on_cpu, fifths=both, prefetching=prefetching, copying=copying)
 
 
 def test_figures_are_those_of_the_steps():
@@ -98,6 +101,7 @@ def test_a_profile_gives_the_figures_back(load_live):
     assert (rates.call_ns, costs.cpu_first_ns, costs.hybrid_ns) == (150, 900, 700)
     assert (rates.overlap, rates.beside_ns, rates.arrival_ns, rates.landing_ns) == (0.25, 800, 60, 5_000)
     assert (rates.step_ns, rates.policy_ns, rates.draft_token_ns) == (1_000, 50, 80_000)
+    assert (rates.after_draft_ns, rates.ahead_ns) == (900, 70)
     assert (costs.copy_fixed_ns, costs.copy_bytes_ns) == (20_000, shape.expert_bytes * 10)
     assert "2 rounds" in made.quantities["gpu.launch"].source
 
@@ -240,23 +244,31 @@ def test_prediction_and_measurement_are_split_to_the_last_microsecond(measured, 
 
 
 def test_a_slower_machine_takes_longer_for_everything_but_shares_no_more():
-    one = Figures(*range(1, 19))
+    one = Figures(*range(1, 20))
     twice = one.scaled(2)
     assert (twice.dense_fixed, twice.draft, twice.overlap) == (2, 34, one.overlap)
 
 
 def test_deciding_is_what_both_threads_spend_on_it():
-    """Two layers of 50 ns; of 26,104 ns in all, 4,000 were experts', in which nobody waits for the interpreter."""
+    """Two layers of 50 ns beside 2,000 of experts, in one call each; of 26,104 ns in all, 22,004 lie between them."""
     step = replace(seen(Kind.DECODE, 1, 0, [(1, 2_000)], late=0).times, busy={"asked": 30})
+    for layer, kept in zip(step.layers, (300, 100), strict=True):
+        layer.calls, layer.kept, layer.decided = 1, kept, 30
     assert step.wall_ns == 26_104
-    assert decision_ns([step]) == pytest.approx(50 + 30 / 2 * 22_104 / 26_104)
-    assert decision_ns([step.scaled(2)]) == pytest.approx(2 * decision_ns([step]))
+    step.prefetches, step.busy["held"] = 3, 12
+    deciding = Deciding.of([step])
+    assert deciding == Deciding(30, pytest.approx(20 + 30 / 2 * 22_004 / 26_104), 200, 4)
+    assert Deciding.of([step.scaled(2)]) == deciding.scaled(2) == Deciding(60, 2 * deciding.ending, 400, 8)
     assert step.scaled(2).wall_ns == 2 * step.wall_ns
-    assert decision_ns([]) == 0
+    assert Deciding.of([]) == Deciding()
 
 
 def test_the_link_tells_how_long_it_asked(load_live, live_prompts, live_machine):
     options = Options(max_new_tokens=6, draft_length=3)
     settings = Settings(live_machine, 10, options=options)
     result = run(load_live("own"), load_policy("hybrimoe"), live_prompts[:1], settings)
-    assert sum(s.busy["asked"] for s in result.times if isinstance(s, StepTimes)) > 0
+    steps = [s for s in result.times if isinstance(s, StepTimes)]
+    assert sum(s.busy["asked"] for s in steps) > 0
+    assert result.decode.prefetches / 2 < sum(s.prefetches for s in steps[1:]) <= result.decode.prefetches
+    assert all((x.calls > 0) == (x.expert > 0) for s in steps for x in s.layers)
+    assert all(0 <= x.kept <= x.expert + x.wait_copy for s in steps for x in s.layers)

@@ -2,6 +2,8 @@
 
 import os
 import stat
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 import moe_spac.executor
 from moe_spac.executor import device as module
+from moe_spac.executor import kernels
 from moe_spac.executor.device import Cuda, Emulated, Pins, PoolError, naming, paging
 from moe_spac.executor.formats import EXACT
 from moe_spac.executor.pcie import link_limit
@@ -138,6 +141,32 @@ def test_emulated_link_takes_its_time_from_when_it_was_free():
     late = device.send(target, source, Pins(), None, begin, 1)  # its time was over before it was moved
     assert late.end > first.end
     assert device.passed(late.end)
+
+
+@pytest.mark.skipif(kernels.chosen().library is None, reason="the kernels are not built")
+def test_a_copy_is_not_later_because_others_hold_the_interpreter():
+    source, target = torch.ones(4 * MIB, dtype=torch.uint8), torch.zeros(4 * MIB, dtype=torch.uint8)
+    interval, done, late, kept = sys.getswitchinterval(), False, [], 0
+
+    def hog():
+        while not done:
+            pass
+
+    thread = threading.Thread(target=hog)
+    sys.setswitchinterval(0.1)  # for so long the interpreter is gone after the bytes have been moved
+    try:
+        thread.start()
+        for _ in range(3):
+            begin = time.perf_counter_ns()
+            ticket = Emulated().send(target, source, Pins(), None, begin, 30_000_000)
+            kept += time.perf_counter_ns() > ticket.end
+            late.append(ticket.end - begin - 30_000_000)
+    finally:
+        sys.setswitchinterval(interval)
+        done = True
+        thread.join()
+    assert kept > 0
+    assert late == [0] * 3
 
 
 def test_a_stopped_device_lets_nobody_sleep():

@@ -1,5 +1,7 @@
 """Tiers that get in each other's way, and waits that end later than the copy."""
 
+from dataclasses import replace
+
 import pytest
 from hand import decode, rates, setup, step
 
@@ -87,13 +89,18 @@ class PrefetchesOne(ThirdOnCpu):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_prefetch_that_lands_holds_up_the_next_layer(exact):
-    # 0 goes first, until 100; then 5, until 200. Steps end at 130, 160, 190 and 220; the fifth finds it landed.
-    engine = Engine(Driver(PrefetchesOne(), setup(1, 8, [8])), rates(copy=100, gpu=30, landing_ns=7), exact=exact)
-    for index, one in enumerate(decode(*[[0]] * 5)):
+@pytest.mark.parametrize(("longer", "finds"), [(0, 4), (30, 5)])
+def test_a_prefetch_that_lands_holds_up_the_next_layer(exact, longer, finds):
+    # 0 goes first, until 100; then 5, until 200 or 230. Steps end at 130, 160, 190, 220 and 250 if nothing lands.
+    machine = rates(copy=100, gpu=30, landing_ns=7, prefetch_ns=longer)
+    engine = Engine(Driver(PrefetchesOne(), setup(1, 8, [8])), machine, exact=exact)
+    for index, one in enumerate(decode(*[[0]] * 6)):
         replay_step(engine, index, one)
-    assert [s.wall_ns for s in engine.steps] == [130, 30, 30, 30, 37]
-    assert engine.steps[4].gpu == {"policy": 7, "expert": 30}
+    walls = [130, 30, 30, 30, 30, 30]
+    walls[finds] += 7
+    assert [s.wall_ns for s in engine.steps] == walls
+    assert engine.steps[finds].gpu == {"policy": 7, "expert": 30}
+    assert sum(s.link.get("prefetch", 0) for s in engine.steps) == 100 + longer
 
 
 @pytest.mark.parametrize(("draft_ns", "late"), [(50, 4), (0, 0)])
@@ -107,6 +114,16 @@ def test_a_layer_takes_longer_in_a_step_that_a_draft_model_came_before(draft_ns,
     for index, one in enumerate([step([[[0], [0]]] * 2, drafted=1), step([[[0], [0]]], 2)]):
         replay_step(engine, index, one)
     assert [s.gpu["dense"] for s in engine.steps] == [3 * (10 + late), 3 * 10]
+
+
+@pytest.mark.parametrize(("channels", "longer"), [(frozenset(), 0), (frozenset({"next-gate"}), 4)])
+def test_a_layer_takes_longer_where_gates_are_asked_ahead_for_the_policy(channels, longer):
+    policy = PrefetchesOne()
+    policy.channels = channels
+    engine = Engine(Driver(policy, setup(2, 8, [8, 8])), rates(gpu=30, dense=10, ending_ns=5, ahead_ns=4))
+    one = step([[[0], [0]]], 0)
+    replay_step(engine, 0, replace(one, ahead=one.experts[:, :, None]))
+    assert (engine.steps[0].gpu["dense"], engine.steps[0].gpu["policy"]) == (2 * (10 + longer), 2 * 5)
 
 
 @pytest.mark.parametrize("exact", [False, True])
