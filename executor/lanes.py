@@ -112,12 +112,13 @@ class Copy:
 
 
 class Piece(NamedTuple):
-    """A range of a copy's bytes, as given to the device."""
+    """A range of a copy's bytes, as given to the device; `ns` is its price on an emulated link."""
 
     copy: Copy
     begin: int
     end: int
     ticket: Ticket
+    ns: int
 
 
 @dataclass(slots=True)
@@ -327,10 +328,8 @@ class Link:
         ns = self._price(copy.key, copy.fresh, end - begin)
         self._note(called, copy.demand)
         ticket = self._device.send(target, source, self._store.pins, self.last_use.get(copy.slot), start, ns)
-        if not (copy.demand or self._device.queues):
-            self.held_ns += ticket.end - ticket.begin - ns
         copy.fresh, copy.sent = False, end
-        self._flying.append(Piece(copy, begin, end, ticket))
+        self._flying.append(Piece(copy, begin, end, ticket, ns))
         if end == size:
             if copy is self._current:
                 self._current = None
@@ -350,6 +349,8 @@ class Link:
         copy, device = piece.copy, self._device
         begin, now = max(self._free_at, device.clock(piece.ticket.begin)), device.clock(piece.ticket.end)
         self.meter.add("demand" if copy.demand else "prefetch", begin, now, piece)
+        if not (copy.demand or device.queues):
+            self.held_ns += max(0, now - begin - piece.ns)
         self._free_at = now
         if not piece.begin:
             copy.begun = begin
