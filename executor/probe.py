@@ -11,6 +11,7 @@ import torch
 
 from ..policies.interface import Candidates, Demand, Key, Policy, Setup, StepInfo, View, Where
 from ..simulator.machine import Machine
+from ..traces.errors import InputError
 from ..traces.prompts import encode, read_prompts
 from ..traces.routers import asking
 from ..traces.schema import DraftShape, Header, Kind, ModelShape, Provenance, Step
@@ -21,7 +22,7 @@ from .models import Models
 from .moe import attach
 from .quiet import steady
 from .replay import Rig, replay
-from .session import Settings, lookahead_of, make_host
+from .session import LOOKAHEAD, Settings, lookahead_of, make_host
 from .store import HostStore
 from .times import StepTimes
 
@@ -47,9 +48,7 @@ class Seen:
 
 
 class Subject(Protocol):
-    """What a machine is measured with. gates: there are some to be asked ahead."""
-
-    gates: ClassVar[bool]
+    """What a machine is measured with."""
 
     @property
     def shape(self) -> ModelShape: ...
@@ -62,6 +61,11 @@ class Subject(Protocol):
     @property
     def module(self) -> Any:
         """A layer's experts module, which knows the activation."""
+        ...
+
+    @property
+    def gates(self) -> bool:
+        """Whether it has some that can be asked ahead."""
         ...
 
     def observe(self, probe: "Probe", machine: Machine, draft: bool = False, brief: bool = False) -> list[Seen]:
@@ -157,7 +161,6 @@ class PairSubject:
 
     models: Models
     tokens: int = TOKENS
-    gates: ClassVar[bool] = True
 
     @property
     def shape(self) -> ModelShape:
@@ -179,6 +182,14 @@ class PairSubject:
     @property
     def module(self) -> Any:
         return self.models.experts[0]
+
+    @property
+    def gates(self) -> bool:
+        try:
+            routers_of(self.models, LOOKAHEAD)
+        except InputError:
+            return False
+        return True
 
     def observe(self, probe: Probe, machine: Machine, draft: bool = False, brief: bool = False) -> list[Seen]:
         prompt, tokens = (BRIEF, self.tokens // 3) if brief else (PROMPT, self.tokens)
@@ -224,7 +235,6 @@ class RigSubject:
 
     rig: Rig
     slots: int
-    gates: ClassVar[bool] = False
 
     @property
     def shape(self) -> ModelShape:
@@ -245,6 +255,10 @@ class RigSubject:
     @property
     def module(self) -> Any:
         return self.rig.module
+
+    @property
+    def gates(self) -> bool:
+        return False  # a replay's gates are a trace's
 
     def observe(self, probe: Probe, machine: Machine, draft: bool = False, brief: bool = False) -> list[Seen]:
         probe.experts = self.slots
