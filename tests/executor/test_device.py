@@ -146,7 +146,7 @@ def test_emulated_link_takes_its_time_from_when_it_was_free():
 @pytest.mark.skipif(kernels.chosen().library is None, reason="the kernels are not built")
 def test_a_copy_is_not_later_because_others_hold_the_interpreter():
     source, target = torch.ones(32 * MIB, dtype=torch.uint8), torch.zeros(32 * MIB, dtype=torch.uint8)
-    interval, done, kept, tries = sys.getswitchinterval(), False, False, 0
+    interval, done, kept, late = sys.getswitchinterval(), False, False, []
 
     def hog():
         while not done:
@@ -156,16 +156,17 @@ def test_a_copy_is_not_later_because_others_hold_the_interpreter():
     sys.setswitchinterval(0.5)  # for so long the interpreter is gone if the other thread gets it while bytes are moved
     try:
         thread.start()
-        while not kept and tries < 20:
-            begin, tries = time.perf_counter_ns(), tries + 1
+        while not kept and len(late) < 20:
+            begin = time.perf_counter_ns()
             ticket = Emulated().send(target, source, Pins(), None, begin, 300_000_000)
             kept = time.perf_counter_ns() > ticket.end
+            late.append(ticket.end - begin - 300_000_000)
     finally:
         sys.setswitchinterval(interval)
         done = True
         thread.join()
     assert kept
-    assert ticket.end == begin + 300_000_000
+    assert not any(late)
 
 
 def test_a_stopped_device_lets_nobody_sleep():
