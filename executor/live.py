@@ -5,12 +5,13 @@ routing of every layer, and what verification kept.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 import torch
 
 from ..policies.interface import StepInfo
-from ..traces.routers import Asked, Routers, gate_choice, read_routers
+from ..traces.routers import Asked, Routers, asking, gate_choice, read_routers
 from ..traces.schema import Kind, Step, id_dtype, kept_rows
 from ..traces.speculate import Observer
 from .host import Host, Routed
@@ -42,6 +43,13 @@ class Live(Observer):
         self._lookahead, self._write = lookahead, write
         self._index = -1
         self._routed: list[Routed] = []
+
+    def listen(self, models: Models, stack: ExitStack) -> None:
+        """Hear the target's expert layers from now on, and until `stack` is closed what its gates are asked, if they
+        are to be asked ahead."""
+        if self._lookahead:
+            stack.enter_context(asking(models.blocks, self.asked, models.pair.shape.experts, values=False))
+        attach(models.experts, self)
 
     def stop(self) -> bool:
         return self.should_stop is not None and self.should_stop()

@@ -13,13 +13,11 @@ from ..policies.interface import Candidates, Demand, Key, Policy, Setup, StepInf
 from ..simulator.machine import Machine
 from ..traces.errors import InputError
 from ..traces.prompts import encode, read_prompts
-from ..traces.routers import asking
 from ..traces.schema import DraftShape, Header, Kind, ModelShape, Provenance, Step
 from ..traces.speculate import Options, Speculation
 from ..traces.views import View as TraceView
 from .live import Live, routers_of
 from .models import Models
-from .moe import attach
 from .quiet import steady
 from .replay import Rig, replay
 from .session import LOOKAHEAD, Settings, lookahead_of, make_host
@@ -209,9 +207,7 @@ class PairSubject:
         with ExitStack() as stack:
             stack.callback(host.close)
             live = _Watched(host, self.models, routers, lookahead)
-            if lookahead:
-                stack.enter_context(asking(self.models.blocks, live.asked, pair.shape.experts, values=False))
-            attach(self.models.experts, live)
+            live.listen(self.models, stack)
             Speculation(pair.target, pair.draft if draft else None, options, live).generate(ids)
         seen = [Seen(c, s) for c, s in zip(live.contexts, host.times, strict=True) if isinstance(s, StepTimes)]
         return _warm(seen)

@@ -25,7 +25,7 @@ from ..simulator.steptimes import StepTime
 from ..traces.errors import InputError
 from ..traces.prompts import Prompt, encode
 from ..traces.recorder import make_header
-from ..traces.routers import Routers, asking
+from ..traces.routers import Routers
 from ..traces.schema import DraftShape, ModelShape, Step
 from ..traces.speculate import Options, Speculation
 from ..traces.writer import TraceWriter
@@ -33,7 +33,6 @@ from .device import naming
 from .host import RING, Host
 from .live import Live, routers_of
 from .models import Models
-from .moe import attach
 from .real import RealHost
 from .result import Answer, Clock, Result, Times
 from .store import Arena, HostStore
@@ -131,10 +130,7 @@ class Session:
         self._arena = host.arena
         self._lanes.callback(host.close)
         self._live = Live(host, self.models, self._routers[lookahead], lookahead, self._write)
-        if lookahead:
-            experts = self.models.pair.shape.experts
-            self._lanes.enter_context(asking(self.models.blocks, self._live.asked, experts, values=False))
-        attach(self.models.experts, self._live)
+        self._live.listen(self.models, self._lanes)
         self.policy = policy
 
     def begin(self, options: Options) -> None:

@@ -40,7 +40,6 @@ HITS_POINTS = 1.0  # how far hit rates may be apart
 TPOT_ERROR = 0.10
 TOKENS = 80  # of a measurement of the calibration: twice an ordinary one's, so that it is as long as a run
 PAUSE_NS = 2.5e6  # that stands for drafting a token where nothing drafts
-NO_TIME = Deciding()
 APART = 0.10  # policies that differ by more must come in the same order
 
 
@@ -60,7 +59,7 @@ class Sample:
     tpot: float
     hits: float
     split: dict[str, float]
-    deciding: Deciding = NO_TIME
+    deciding: Deciding = field(default_factory=Deciding)
 
 
 @dataclass(slots=True)

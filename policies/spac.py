@@ -13,7 +13,7 @@ from .balancer import ExpertTimes, best_threshold
 from .interface import Candidates, Demand, Key, LayerReport, Policy, Setup, StepInfo, View, Where
 from .utility import UtilityEstimator, scaled_constants
 
-SAVED_COPIES = 2
+SAVED_COPIES = 2  # for which a layer may save up the link's time
 
 
 class Request(NamedTuple):
